@@ -1,0 +1,25 @@
+"""The errors that offload raises; each message says what was wrong, with which value, and what to do."""
+
+
+class OffloadError(Exception):
+    """Base of all errors of this package (asynchronous I/O has `offload.aio.AioError`)."""
+
+
+class CheckpointError(OffloadError, ValueError):
+    """A checkpoint is damaged, incomplete or contradicts its own headers."""
+
+
+class MissingWeightError(CheckpointError):
+    """The model has parameters for which the checkpoint holds no tensor."""
+
+
+class UnsupportedError(OffloadError, NotImplementedError):
+    """The request is well-formed, but this version cannot serve it."""
+
+
+class BudgetError(OffloadError, ValueError):
+    """A memory or disk budget cannot hold the least that a run needs."""
+
+
+class ClosedError(OffloadError, RuntimeError):
+    """The offloaded model was closed; its weights are gone."""
