@@ -23,3 +23,7 @@ class BudgetError(OffloadError, ValueError):
 
 class ClosedError(OffloadError, RuntimeError):
     """The offloaded model was closed; its weights are gone."""
+
+
+class ModelNotFoundError(OffloadError, FileNotFoundError):
+    """The model's name is neither a folder nor a hub id that can be had."""
