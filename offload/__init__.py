@@ -1,4 +1,4 @@
-"""Runs language models far larger than the GPU by streaming their layers from CPU memory or NVMe."""
+"""Runs language models far larger than the GPU: their layers stream from CPU memory or NVMe."""
 
 from offload.version import __version__
 
