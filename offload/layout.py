@@ -1,0 +1,74 @@
+"""A layer as the stream moves it: one run of bytes in which every tensor has a fixed, aligned place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from offload.lazy import Expression
+
+ALIGNMENT = 256  # bytes; what CUDA's own allocator and vector loads of any width are content with
+
+
+def align(n: int, to: int = ALIGNMENT) -> int:
+    """`n` rounded up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor of a layer: what it is, where its bytes come from, and its place in the layer's slot."""
+
+    name: str  # as the model names it: model.layers.3.mlp.up_proj.weight
+    source: Expression
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int  # bytes from the slot's start
+    nbytes: int
+
+    def view(self, slot: torch.Tensor) -> torch.Tensor:
+        """This tensor inside `slot` (uint8, [>= offset + nbytes])."""
+        raw = slot[self.offset : self.offset + self.nbytes]
+        return raw.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What moves at once: a block of the model, or a module outside the blocks that was given a tier of its own."""
+
+    name: str
+    places: tuple[TensorPlace, ...]
+    nbytes: int  # of a slot that holds it, padding included
+
+    @classmethod
+    def lay_out(cls, name: str, tensors: Iterable[tuple[str, Expression]]) -> Layer:
+        """Give every tensor its aligned place, in the order given."""
+        places = []
+        at = 0
+        for tensor_name, source in tensors:
+            nbytes = source.shape.numel() * source.dtype.itemsize
+            places.append(
+                TensorPlace(tensor_name, source, source.shape, source.dtype, at, nbytes)
+            )
+            at = align(at + nbytes)
+        return cls(name, tuple(places), at)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights alone: what crosses a link."""
+        return sum(p.nbytes for p in self.places)
+
+    def with_sources(self, sources: dict[str, Expression]) -> Layer:
+        """The same layer whose tensors `sources` names come from somewhere else now."""
+        places = (replace(p, source=sources.get(p.name, p.source)) for p in self.places)
+        return replace(self, places=tuple(places))
+
+    def parameters(self, slot: torch.Tensor) -> list[nn.Parameter]:
+        """Parameters that lie in `slot`, one a place; made once a slot and used for every pass."""
+        with torch.inference_mode(False):
+            return [
+                nn.Parameter(p.view(slot), requires_grad=False) for p in self.places
+            ]

@@ -1,0 +1,276 @@
+"""Tensors that stand for bytes elsewhere: loading code renames, stacks and casts them, and nothing is read.
+
+transformers turns the tensors of a checkpoint into parameters with code of its own (renames, merged experts,
+casts, ties), and that code changes with every release. So it is given tensors of this kind. What comes out
+still knows which bytes of which files it is made of; where the bytes need no change they can be streamed from the
+original files, however many pieces they are in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from offload.extent import Extent
+from offload.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+# More pieces than this in one tensor would cost more requests than reading and rewriting it once.
+MAX_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A contiguous tensor whose bytes are these extents, one after the other."""
+
+    extents: tuple[Extent, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """The tensor, read now."""
+        if len(self.extents) == 1:
+            return self.extents[0].read().view(self.dtype).reshape(self.shape)
+        flat = [e.read().reshape(-1).view(torch.uint8) for e in self.extents]
+        return torch.cat(flat).view(self.dtype).reshape(self.shape)
+
+    def cut(self, start: int, stop: int) -> tuple[Extent, ...]:
+        """The extents of the bytes `[start, stop)` of this tensor."""
+        out = []
+        at = 0
+        for e in self.extents:
+            low, high = max(start - at, 0), min(stop - at, e.nbytes)
+            if low < high:
+                out.append(_byte_range(e, low, high))
+            at += e.nbytes
+        return tuple(out)
+
+
+def _byte_range(e: Extent, low: int, high: int) -> Extent:
+    if (low, high) == (0, e.nbytes):
+        return e
+    return replace(
+        e, offset=e.offset + low, nbytes=high - low, dtype=torch.uint8, shape=(high - low,)
+    )
+
+
+class Held:
+    """A tensor in memory: a live model's weight, or one that loading code made itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+
+    def read(self) -> torch.Tensor:
+        """The tensor, contiguous and on the CPU."""
+        if self._tensor is None:
+            raise UnsupportedError("this weight was moved to the store and its memory given back")
+        return self._tensor.detach().cpu().contiguous()
+
+    def release(self) -> None:
+        """Let the tensor's memory go; its bytes are elsewhere now."""
+        self._tensor = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """The result of an operation that is run when the tensor is read, never before."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (self.args, self.kwargs))
+        with torch.no_grad():
+            result = self.func(*args, **kwargs)
+        result = result if self.output is None else result[self.output]
+        return result.contiguous()
+
+
+Expression = Pieces | Held | Deferred
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor known by shape, dtype and where its bytes come from (`expression`).
+
+    It claims to be on the CPU. Operations that only rearrange whole runs of bytes are done on the extents; any other
+    operation is deferred; an operation that needs a value now (`equal`, `item`) reads.
+    """
+
+    expression: Expression
+
+    @staticmethod
+    def __new__(cls, expression: Expression) -> LazyTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, expression.shape, dtype=expression.dtype, device="cpu", requires_grad=False
+        )
+        self.expression = expression
+        return self
+
+    def __init__(self, expression: Expression) -> None:
+        pass
+
+    @classmethod
+    def of(cls, extent: Extent) -> LazyTensor:
+        """The tensor stored at `extent`."""
+        shape = torch.Size(extent.shape)
+        if extent.stride is None:
+            return cls(Pieces((extent,), shape, extent.dtype))
+        return cls(Deferred(extent.read, (), {}, None, shape, extent.dtype))
+
+    def read(self) -> torch.Tensor:
+        """The value: a contiguous CPU tensor."""
+        return self.expression.read()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        kind = type(self.expression).__name__
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {kind})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        rearranged = _rearrange(func, args, kwargs)
+        if rearranged is not None:
+            return rearranged
+        if func._schema.is_mutable:
+            raise UnsupportedError(
+                f"{func} would change a weight while the model is being built; weights that stay on disk cannot be changed"
+            )
+        return _defer(func, args, kwargs)
+
+
+def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on shapes only; where that gives tensors, they are lazy; where it cannot, read and run."""
+    on_meta = tree_map_only(
+        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
+    )
+    returns_tensors = all("Tensor" in str(r.type) for r in func._schema.returns)
+    if not returns_tensors or func is aten._local_scalar_dense.default:
+        real = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
+        return func(*real[0], **real[1])
+    meta_kwargs = {**on_meta[1], **({"device": "meta"} if "device" in on_meta[1] else {})}
+    result = func(*on_meta[0], **meta_kwargs)
+    if isinstance(result, torch.Tensor):
+        return LazyTensor(Deferred(func, args, kwargs, None, result.shape, result.dtype))
+    return [
+        LazyTensor(Deferred(func, args, kwargs, i, m.shape, m.dtype)) for i, m in enumerate(result)
+    ]
+
+
+def _rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result where it is a rearrangement of whole byte runs, else None."""
+    handler = _REARRANGEMENTS.get(func)
+    return None if handler is None else handler(*args, **kwargs)
+
+
+def _same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
+    return LazyTensor(x.expression)
+
+
+def _to_copy(x: LazyTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if dtype is None or dtype == x.dtype:
+        return LazyTensor(x.expression)
+    return LazyTensor(
+        Deferred(torch.Tensor.to, (x, dtype), {}, None, x.shape, dtype)
+    )  # device and pinning are the placement's business
+
+
+def _view(x: LazyTensor, *args: Any) -> LazyTensor | None:
+    if not isinstance(x.expression, Pieces) or isinstance(args[0], torch.dtype):
+        return None
+    shape = torch.empty(x.shape, device="meta").view(*args).shape
+    return LazyTensor(replace(x.expression, shape=shape))
+
+
+def _unsqueeze(x: LazyTensor, dim: int) -> LazyTensor | None:
+    if not isinstance(x.expression, Pieces):
+        return None
+    return LazyTensor(
+        replace(x.expression, shape=torch.empty(x.shape, device="meta").unsqueeze(dim).shape)
+    )
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyTensor | None:
+    expressions = [t.expression if isinstance(t, LazyTensor) else None for t in tensors]
+    pieces = [e for e in expressions if isinstance(e, Pieces)]
+    if len(pieces) != len(tensors) or len({e.dtype for e in pieces}) != 1:
+        return None
+    shape = torch.cat([torch.empty(e.shape, device="meta") for e in pieces], dim).shape
+    outer = math.prod(shape[: dim % len(shape)])
+    extents: list[Extent] = []
+    for o in range(outer):
+        for e in pieces:
+            step = math.prod(e.shape) * e.dtype.itemsize // outer
+            extents += e.cut(o * step, (o + 1) * step)
+        if len(extents) > MAX_PIECES:
+            return None
+    return LazyTensor(Pieces(tuple(extents), shape, pieces[0].dtype))
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyTensor | None:
+    rows = [_unsqueeze(t, dim) if isinstance(t, LazyTensor) else None for t in tensors]
+    return None if any(r is None for r in rows) else _cat([r for r in rows if r is not None], dim)
+
+
+def _slice(
+    x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> LazyTensor | None:
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    if (first, last, step) == (0, x.shape[dim], 1):
+        return LazyTensor(x.expression)
+    if not isinstance(x.expression, Pieces) or step != 1 or math.prod(x.shape[:dim]) != 1:
+        return None
+    row = math.prod(x.shape[dim + 1 :]) * x.dtype.itemsize
+    last = max(first, last)
+    shape = torch.Size((*x.shape[:dim], last - first, *x.shape[dim + 1 :]))
+    return LazyTensor(Pieces(x.expression.cut(first * row, last * row), shape, x.dtype))
+
+
+def _split(x: LazyTensor, size: int, dim: int = 0) -> list[LazyTensor] | None:
+    parts = [_slice(x, dim, at, at + size) for at in range(0, x.shape[dim], size)]
+    return None if any(p is None for p in parts) else [p for p in parts if p is not None]
+
+
+def _select(x: LazyTensor, dim: int, index: int) -> LazyTensor | None:
+    row = _slice(x, dim, index % x.shape[dim], index % x.shape[dim] + 1)
+    if row is None or not isinstance(row.expression, Pieces):
+        return None
+    return _view(row, (*x.shape[:dim], *x.shape[dim + 1 :]))
+
+
+def _clone(x: LazyTensor, *, memory_format: Any = None) -> LazyTensor:
+    return LazyTensor(x.expression)
+
+
+_REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.lift_fresh.default: _same,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.select.int: _select,
+}

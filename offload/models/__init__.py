@@ -1,0 +1,1 @@
+"""How a model runs over streamed layers."""

@@ -1,0 +1,177 @@
+"""Builds a transformers model whose weights stay in their files, with transformers' own loading code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from offload.checkpoint import Checkpoint
+from offload.errors import CheckpointError, MissingWeightError, UnsupportedError
+from offload.lazy import LazyTensor
+
+_log = logging.getLogger(__name__)
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | str = "auto",
+    model_class: type | str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of a checkpoint folder; every stored parameter is a `LazyTensor`, every other buffer is real.
+
+    Names, merged experts, dtypes, ties and buffers come out as `from_pretrained` makes them, since it is the one that runs.
+    Raises MissingWeightError where a parameter would be left to chance, CheckpointError where shapes differ.
+    """
+    folder = checkpoint.folder
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    cls = _resolve_class(config, folder, model_class, trust_remote_code)
+    options: dict[str, Any] = {}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    state = {name: LazyTensor.of(extent) for name, extent in checkpoint.tensors.items()}
+    with _quiet_loading():
+        model, info = _guarded(cls, folder).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+        )
+    model.__class__ = cls
+    _check(model, info, folder)
+    model.config._name_or_path = model.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _resolve_class(
+    config: PreTrainedConfig, folder: Path, wanted: type | str | None, trust_remote_code: bool
+) -> type[PreTrainedModel]:
+    if isinstance(wanted, str):
+        if not hasattr(transformers, wanted):
+            raise ValueError(f"model_class={wanted!r} is not a class of transformers")
+        wanted = getattr(transformers, wanted)
+    if wanted is not None and not hasattr(wanted, "_model_mapping"):
+        if not (isinstance(wanted, type) and issubclass(wanted, PreTrainedModel)):
+            raise ValueError(f"model_class must be a PreTrainedModel or Auto class, got {wanted!r}")
+        return wanted
+    auto: Any = wanted or transformers.AutoModelForCausalLM
+    remote = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+    if remote and trust_remote_code:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(remote, str(folder))
+    if wanted is None:
+        for name in config.architectures or ():
+            if hasattr(transformers, name):
+                return getattr(transformers, name)
+    if type(config) not in auto._model_mapping:
+        hint = "; pass trust_remote_code=True if you trust its code" if remote else ""
+        raise UnsupportedError(
+            f"{folder}: model type {config.model_type!r} with architectures {config.architectures} has no "
+            f"{auto.__name__} in transformers {transformers.__version__}; pass model_class{hint}"
+        )
+    found = auto._model_mapping[type(config)]
+    return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def _guarded(cls: type[PreTrainedModel], folder: Path) -> type[PreTrainedModel]:
+    """`cls` that refuses missing weights before it would allocate and invent them."""
+
+    def refuse(self: PreTrainedModel, missing_keys: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_missing(self, set(missing_keys), folder)
+        return cls._move_missing_keys_from_meta_to_device(self, missing_keys, *args, **kwargs)
+
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if hasattr(cls, "_move_missing_keys_from_meta_to_device"):
+        body["_move_missing_keys_from_meta_to_device"] = refuse  # type: ignore[assignment]
+    return type(cls.__name__, (cls,), body)
+
+
+def _check(model: PreTrainedModel, info: Any, folder: Path) -> None:
+    mismatched = _field(info, "mismatched_keys")
+    if mismatched:
+        rows = ", ".join(f"{n} (file {tuple(a)}, model {tuple(b)})" for n, a, b in mismatched)
+        raise CheckpointError(
+            f"{folder}: shapes in the files differ from those of config.json: {rows}"
+        )
+    errors = _field(info, "error_msgs") or _field(info, "conversion_errors")
+    if errors:
+        raise CheckpointError(f"{folder}: transformers could not convert the weights: {errors}")
+    _refuse_missing(model, set(_field(info, "missing_keys")), folder)
+    unexpected = _field(info, "unexpected_keys")
+    if unexpected:
+        _log.info("%s: tensors that the model does not use: %s", folder, sorted(unexpected))
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UnsupportedError(
+                f"{type(model).__name__} left its buffer {name} without a value (its code computes it in a way that loading "
+                "does not repeat)"
+            )
+
+
+def _field(info: Any, name: str) -> Any:
+    return info.get(name, ()) if isinstance(info, dict) else getattr(info, name, ())
+
+
+def _refuse_missing(model: PreTrainedModel, missing: set[str], folder: Path) -> None:
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    absent = sorted(
+        name
+        for name in missing
+        if not isinstance(parameters.get(name), LazyTensor)
+        and not (name in tied and _tie_source_found(model, name, missing))
+        and not any(_search(pattern, name) for pattern in ignored)
+    )
+    if not absent:
+        return
+    shown = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+    hint = "the checkpoint is incomplete, or made for another class (model_class)"
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if output is not None and len(absent) == 1:
+        names = {n for n, p in parameters.items() if p is getattr(output, "weight", None)}
+        if absent[0] in names:
+            hint = (
+                "set tie_word_embeddings to true in config.json if the head shares the embedding, or add the tensor"
+            )
+    raise MissingWeightError(
+        f"{folder} holds no tensor for {len(absent)} of the model's {len(parameters)} parameters: {shown}; {hint}"
+    )
+
+
+def _tie_source_found(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
+    source = model.all_tied_weights_keys[name]
+    return source not in missing
+
+
+def _search(pattern: str, name: str) -> bool:
+    import re
+
+    return re.search(pattern, name) is not None
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar over weights that are not read."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,154 @@
+"""Runs a model's own modules over streamed layers: a layer's weights are in place while its forward runs, and only then."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload.device import ComputeDevice
+from offload.errors import ClosedError, UnsupportedError
+from offload.models.parts import Part
+from offload.scheduler.stream import Stream
+
+KEPT_PASSES = 256  # times of the latest passes
+
+
+class PassOwner:
+    """Lets one caller at a time run passes over the stream.
+
+    A pass is what one call of the model does. Its thread may hold several forwards in it (a model calls its own
+    inner models; micro-batches meet at a layer); another thread waits until the pass is over.
+    """
+
+    def __init__(self, stream: Stream, device: ComputeDevice, explain: Callable[[], str]) -> None:
+        self.stream = stream
+        self.closed = False
+        self._device = device
+        self._explain = explain
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._start: Any = None
+        self._times: deque[tuple[Any, Any, int]] = deque(maxlen=KEPT_PASSES)
+        self.passes = 0
+
+    def enter(self) -> None:
+        """Begin a forward; waits for the pass of another thread."""
+        self._lock.acquire()
+        if self.closed:
+            self._lock.release()
+            raise ClosedError(
+                "this offloaded model was closed and its weights are gone; call offload.run again"
+            )
+        self._depth += 1
+        if self._depth == 1:
+            self._start = self._device.timed_mark()
+
+    def exit(self) -> None:
+        """End a forward, also after an exception."""
+        self._depth -= 1
+        try:
+            if self._depth == 0:
+                self.stream.end_pass()
+                self.passes += 1
+                loads = sum(self.stream.stats.loads)
+                self._times.append((self._start, self._device.timed_mark(), loads))
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """No pass begins any more; waits for the one under way."""
+        with self._lock:
+            self.closed = True
+
+    def pass_seconds(self) -> list[float]:
+        """Seconds from the start to the end of each of the latest passes, those still running left out."""
+        times = (self._device.elapsed(start, stop) for start, stop, _ in list(self._times))
+        return [t for t in times if t is not None]
+
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> NoReturn:
+        """The same error, saying what stands on the device and what to lower."""
+        raise torch.OutOfMemoryError(f"{error}\n{self._explain()}") from error
+
+
+class _Forward:
+    """Stands in for a module's `forward`; keeps its signature."""
+
+    def __init__(self, forward: Callable[..., Any], owner: PassOwner) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward = forward
+        self._owner = owner
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("an offloaded model cannot be copied: call offload.run a second time instead")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an offloaded model cannot be pickled: pickle its folder's path instead")
+
+
+class PassForward(_Forward):
+    """The forward of a module that contains layers: one pass, or part of one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner
+        owner.enter()
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if owner._depth > 1:
+                raise
+            owner.out_of_memory(error)
+        finally:
+            owner.exit()
+
+
+class LayerForward(_Forward):
+    """The forward of a layer: its tensors are put in place from the slot, and taken out afterwards."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        owner: PassOwner,
+        site: int,
+        part: Part,
+        parameters: list[list[nn.Parameter]],
+    ) -> None:
+        super().__init__(forward, owner)
+        self._site = site
+        # Flat (dict, key) places, and for every slot the parameters in the same order.
+        self._places = [(b.module._parameters, b.key) for bs in part.bindings for b in bs]
+        repeat = [i for i, bs in enumerate(part.bindings) for _ in bs]
+        self._in_slot = [[row[i] for i in repeat] for row in parameters]
+        self._empty = [part.placeholders[i] for i in repeat]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_gradients(args, kwargs)
+        owner = self._owner
+        owner.enter()
+        try:
+            slot = owner.stream.acquire(self._site)
+            try:
+                for (holder, key), parameter in zip(self._places, self._in_slot[slot], strict=True):
+                    holder[key] = parameter
+                return self._forward(*args, **kwargs)
+            finally:
+                for (holder, key), empty in zip(self._places, self._empty, strict=True):
+                    holder[key] = empty
+                owner.stream.release(self._site)
+        finally:
+            owner.exit()
+
+
+def _refuse_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise UnsupportedError(
+                "gradients cannot flow through streamed layers: their slots are overwritten before a backward pass. Run under "
+                "torch.no_grad(), or detach the inputs"
+            )

@@ -1,0 +1,132 @@
+"""Brings file ranges to their place in memory or on the device, through a small ring of pinned chunks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.aio import AioFile, AioHandle, IOFuture
+from offload.device import ComputeDevice
+from offload.reads import ReadOp
+
+
+@dataclass(eq=False, slots=True)
+class ReadLoad:
+    """A layer on its way. `done` is set once nothing of it will be written any more."""
+
+    ops: Sequence[ReadOp]
+    target: torch.Tensor
+    after: Any
+    done: threading.Event = field(default_factory=threading.Event)
+    copied: Any = None
+    error: BaseException | None = None
+    cancelled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    memory: torch.Tensor
+    busy_until: Any = None
+
+
+_END = object()
+
+
+class Reader:
+    """Reads loads in the order in which they were asked for, with `chunks` requests in flight.
+
+    One thread submits requests, another hands finished ones to the device, so the drive has work while the last bytes of a
+    layer are still being copied and the first of the next are being asked for.
+    """
+
+    def __init__(
+        self, handle: AioHandle, files: dict[str, AioFile], chunks: Sequence[torch.Tensor], device: ComputeDevice
+    ) -> None:
+        self._handle = handle
+        self._files = files
+        self._device = device
+        self._free: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+        for memory in chunks:
+            self._free.put(_Chunk(memory))
+        self._asked: queue.SimpleQueue[ReadLoad | None] = queue.SimpleQueue()
+        self._reading: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, name=f"offload-{name}", daemon=True)
+            for name, run in (("submit", self._submit), ("deliver", self._deliver))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, ops: Sequence[ReadOp], target: torch.Tensor, after: Any = None) -> ReadLoad:
+        """Begin to bring `ops` to `target` (uint8), writing nothing there before the point `after`."""
+        load = ReadLoad(ops, target, after)
+        self._asked.put(load)
+        return load
+
+    def finish(self, load: ReadLoad) -> Any:
+        """Wait until the load is on the device's queue; the point at which it has arrived."""
+        load.done.wait()
+        if load.error is not None:
+            raise load.error
+        return load.copied
+
+    def drop(self, load: ReadLoad) -> None:
+        """Give the load up; on return nothing of it is written any more."""
+        if not load.done.is_set():
+            load.cancelled = True
+            load.done.wait()
+
+    def close(self) -> None:
+        """End both threads; loads still under way are dropped."""
+        self._asked.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _submit(self) -> None:
+        while (load := self._asked.get()) is not None:
+            try:
+                for op in load.ops:
+                    if load.cancelled or load.error is not None:
+                        break
+                    chunk = self._free.get()
+                    self._device.synchronize(chunk.busy_until)
+                    future = self._handle.async_pread(
+                        chunk.memory[: op.nbytes], self._files[op.file], op.offset, op.nbytes
+                    )
+                    self._reading.put((load, op, chunk, future))
+            except BaseException as error:  # it belongs to whoever waits for the load
+                load.error = error
+            self._reading.put((load, _END, None, None))
+        self._reading.put(None)
+
+    def _deliver(self) -> None:
+        while (item := self._reading.get()) is not None:
+            load, op, chunk, future = item
+            if op is _END:
+                load.copied = self._device.copied()
+                load.done.set()
+                continue
+            try:
+                self._deliver_chunk(load, op, chunk, future)
+            except BaseException as error:
+                load.error = load.error or error
+            finally:
+                self._free.put(chunk)
+
+    def _deliver_chunk(self, load: ReadLoad, op: ReadOp, chunk: _Chunk, future: IOFuture) -> None:
+        future.result()
+        if load.cancelled or load.error is not None:
+            return
+        for move in op.moves:
+            self._device.copy(
+                load.target[move.target : move.target + move.nbytes],
+                chunk.memory[move.source : move.source + move.nbytes],
+                load.after,
+            )
+            load.after = None
+        chunk.busy_until = self._device.copied()

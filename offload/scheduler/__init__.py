@@ -1,0 +1,1 @@
+"""When bytes move: pure decisions, with no CUDA call and no file access in them."""

@@ -1,0 +1,243 @@
+"""Which layer lives on which tier, and how many slots the stream gets: pure arithmetic on bytes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offload.errors import BudgetError
+from offload.sizes import format_size
+
+
+class Tier(str, enum.Enum):
+    """Where a layer's weights rest between passes."""
+
+    DEVICE = "device"  # on the compute device, never moved
+    CPU = "cpu"  # in (pinned) CPU memory
+    NVME = "nvme"  # in files
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """What the planner knows of a layer."""
+
+    name: str
+    slot_bytes: int  # padded, as it stands in a slot
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that may be used. `shared`: compute device and CPU tier are the same memory, and `cpu` caps their sum."""
+
+    device: int
+    cpu: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What stands where. All sizes are bytes."""
+
+    layers: tuple[LayerSize, ...]
+    tiers: tuple[Tier, ...]
+    slots: int
+    depth: int  # loads kept ahead of the layer in use
+    chunk_bytes: int  # of one disk request
+    chunks: int  # in flight
+    outside_bytes: int  # embeddings, norms, buffers: what stands outside the layers, resident
+    reserve_bytes: int  # left free for activations and KV cache
+    budget: Budget
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of one slot: the largest streamed layer."""
+        return max((s.slot_bytes for s, t in self._pairs() if t is not Tier.DEVICE), default=0)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Pinned memory that disk reads pass through in every pass; loading alone gives it back."""
+        return self.chunk_bytes * self.chunks if Tier.NVME in self.tiers else 0
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Weight bytes that cross the link in one pass."""
+        return self.weight_bytes(Tier.CPU) + self.weight_bytes(Tier.NVME)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the plan puts on the compute device, the reserve not counted."""
+        return self.outside_bytes + self.slot_total + self._slot_sum(Tier.DEVICE)
+
+    @property
+    def slot_total(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def cpu_bytes(self) -> int:
+        """What the plan puts in CPU memory for weights at rest and for disk reads."""
+        return self._slot_sum(Tier.CPU) + self.ring_bytes
+
+    def weight_bytes(self, tier: Tier) -> int:
+        """Weight bytes of the layers on `tier`."""
+        return sum(s.weight_bytes for s, t in self._pairs() if t is tier)
+
+    def count(self, tier: Tier) -> int:
+        """How many layers rest on `tier`."""
+        return self.tiers.count(tier)
+
+    def _pairs(self) -> zip[tuple[LayerSize, Tier]]:
+        return zip(self.layers, self.tiers, strict=True)
+
+    def _slot_sum(self, tier: Tier) -> int:
+        return sum(s.slot_bytes for s, t in self._pairs() if t is tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a plan is made for, besides the layers."""
+
+    outside_bytes: int
+    reserve_bytes: int
+    depth: int
+    max_chunk_bytes: int = 8 << 20
+    max_chunks: int = 16
+
+
+def fixed_plan(
+    layers: Sequence[LayerSize], tiers: Sequence[Tier], budget: Budget, work: Workload
+) -> Plan:
+    """The plan for tiers that the user chose; only the depth gives way. Raises BudgetError."""
+    plan = _fit_depth(layers, tiers, budget, work)
+    if plan is None:
+        raise BudgetError(_too_small(_assemble(layers, tiers, budget, work, min(1, work.depth)), budget))
+    _check_cpu(plan, budget)
+    return plan
+
+
+def auto_plan(layers: Sequence[LayerSize], budget: Budget, work: Workload) -> Plan:
+    """Fill the compute device, then CPU memory; the rest stays in files. Raises BudgetError."""
+    resident = [Tier.DEVICE] * len(layers)
+    plan = _assemble(layers, resident, budget, work, work.depth)
+    if _device_need(plan) <= _device_limit(budget):
+        return plan
+    streamed = [Tier.NVME] * len(layers)
+    least = _fit_depth(layers, streamed, budget, work)
+    if least is None:
+        raise BudgetError(_too_small(_assemble(layers, streamed, budget, work, 1), budget))
+    order = _spread(len(layers))
+    tiers = _promote(layers, streamed, order, Tier.DEVICE, budget, work, least.depth)
+    tiers = _promote(layers, tiers, order, Tier.CPU, budget, work, least.depth)
+    return _assemble(layers, tiers, budget, work, least.depth)
+
+
+def _promote(
+    layers: Sequence[LayerSize],
+    tiers: Sequence[Tier],
+    order: Sequence[int],
+    tier: Tier,
+    budget: Budget,
+    work: Workload,
+    depth: int,
+) -> list[Tier]:
+    """Move layers from files to `tier` while the budget holds them, evenly spread over the model."""
+    chosen = list(tiers)
+    for index in order:
+        if chosen[index] is not Tier.NVME:
+            continue
+        trial = [*chosen[:index], tier, *chosen[index + 1 :]]
+        plan = _assemble(layers, trial, budget, work, depth)
+        if _device_need(plan) <= _device_limit(budget) and _cpu_need(plan, budget) <= budget.cpu:
+            chosen = trial
+    return chosen
+
+
+def _spread(n: int) -> list[int]:
+    """0 .. n-1 such that every prefix is spread evenly: layers that need no link sit between those that do."""
+    bits = max(1, (n - 1).bit_length())
+    reversed_bits = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    return [i for i in reversed_bits if i < n]
+
+
+def _fit_depth(
+    layers: Sequence[LayerSize], tiers: Sequence[Tier], budget: Budget, work: Workload
+) -> Plan | None:
+    """The plan with the largest depth up to the one asked for that the compute device holds."""
+    streamed = sum(t is not Tier.DEVICE for t in tiers)
+    asked = min(work.depth, max(0, streamed - 1))
+    for depth in range(asked, -1, -1):
+        if depth == 0 and asked > 0:
+            break  # without a second slot nothing overlaps: that is an error, not a plan
+        plan = _assemble(layers, tiers, budget, work, depth)
+        if _device_need(plan) <= _device_limit(budget) and (
+            not budget.shared or _cpu_need(plan, budget) <= budget.cpu
+        ):
+            return plan
+    return None
+
+
+def _assemble(
+    layers: Sequence[LayerSize], tiers: Sequence[Tier], budget: Budget, work: Workload, depth: int
+) -> Plan:
+    moving = [s.slot_bytes for s, t in zip(layers, tiers, strict=True) if t is not Tier.DEVICE]
+    depth = min(depth, max(0, len(moving) - 1))
+    largest = max((s.slot_bytes for s in layers), default=0)
+    chunk = min(work.max_chunk_bytes, max(1, largest // 4 // 4096) * 4096)
+    notes = ()
+    if moving and depth < min(work.depth, len(moving) - 1):
+        notes = (
+            f"prefetch lowered from {work.depth} to {depth}: {work.depth + 1} slots of {format_size(max(moving))} "
+            "do not fit the budget",
+        )
+    return Plan(
+        layers=tuple(layers),
+        tiers=tuple(tiers),
+        slots=depth + 1 if moving else 0,
+        depth=depth,
+        chunk_bytes=chunk,
+        chunks=work.max_chunks,
+        outside_bytes=work.outside_bytes,
+        reserve_bytes=work.reserve_bytes,
+        budget=budget,
+        notes=notes,
+    )
+
+
+def _device_limit(budget: Budget) -> int:
+    return min(budget.device, budget.cpu) if budget.shared else budget.device
+
+
+def _device_need(plan: Plan) -> int:
+    return plan.device_bytes + plan.reserve_bytes
+
+
+def _cpu_need(plan: Plan, budget: Budget) -> int:
+    return plan.cpu_bytes + (_device_need(plan) if budget.shared else 0)
+
+
+def _check_cpu(plan: Plan, budget: Budget) -> None:
+    if _cpu_need(plan, budget) > budget.cpu:
+        raise BudgetError(
+            f"CPU memory: the layers placed there take {format_size(plan.cpu_bytes)} "
+            f"and the budget is {format_size(budget.cpu)}. Raise max_memory['cpu'], or place layers on 'nvme', or use "
+            "device_map='auto'"
+        )
+
+
+def _too_small(plan: Plan, budget: Budget) -> str:
+    need = _cpu_need(plan, budget) if budget.shared else _device_need(plan)
+    limit = min(budget.device, budget.cpu) if budget.shared else budget.device
+    where = "CPU memory" if budget.shared else "the compute device"
+    key = "'cpu'" if budget.shared else "0"
+    return (
+        f"a budget of {format_size(limit)} on {where} cannot hold what a streamed run needs at least, {format_size(need)}: "
+        f"{format_size(plan.outside_bytes)} outside the layers and resident layers "
+        f"of {format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, "
+        f"{plan.slots} slots of {format_size(plan.slot_bytes)}, {format_size(plan.ring_bytes if budget.shared else 0)} for disk reads, "
+        f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], or lower batch_size or "
+        "max_length, or place the embedding on a tier of its own (device_map={...})"
+    )
+

@@ -1,0 +1,177 @@
+"""The stream: which layer's bytes go into which slot, and when.
+
+A ring of slots on the compute device holds the layers in use and those that come next. The order of layers is
+learnt from the passes themselves and is a hint only: a layer out of order is a plain load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from offload.errors import OffloadError
+
+
+class Link(Protocol):
+    """What moves the bytes. Loads into one slot are started only after the one before it was finished or dropped."""
+
+    def start(self, layer: int, slot: int, after: Any) -> Any:
+        """Begin to bring `layer` into `slot`, not before the point `after` (None: at once); return the load."""
+
+    def finish(self, load: Any) -> None:
+        """Make what is computed from now on wait for the load; raise what made it fail."""
+
+    def drop(self, load: Any) -> None:
+        """Give up a load that nobody waits for; on return nothing of it will be written any more."""
+
+    def mark(self) -> Any:
+        """The point in the computation after all that was issued so far."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    layer: int | None = None
+    load: Any = None
+    users: int = 0
+    last_use: int = 0
+    free_after: Any = None
+
+
+@dataclass(slots=True)
+class StreamStats:
+    """Counts since the stream was made."""
+
+    loads: list[int] = field(default_factory=list)  # per layer
+    hits: int = 0  # acquired while already loading or loaded
+    misses: int = 0  # acquired with nothing on the way
+
+
+class Stream:
+    """Serves layers to one pass at a time.
+
+    `sites` is the order in which layers are expected to run, one entry a place of use: a tied embedding that serves
+    as head too is two sites of one layer. `depth` loads are kept ahead of the layer in use; that takes depth + 1 slots.
+    Not thread-safe: whoever owns the pass calls it.
+    """
+
+    def __init__(self, link: Link, slots: int, sites: Sequence[int], depth: int) -> None:
+        layers = len(set(sites))
+        if slots < 1 or depth < 0:
+            raise ValueError(f"a stream needs at least 1 slot and depth >= 0, got {slots}, {depth}")
+        self._link = link
+        self._slots = [_Slot() for _ in range(slots)]
+        self._sites = list(sites)
+        self._next = [(i + 1) % len(sites) for i in range(len(sites))]
+        self._depth = min(depth, slots - 1)
+        self._where: dict[int, int] = {}
+        self._site: int | None = None
+        self._clock = 0
+        self._pid = os.getpid()
+        self.stats = StreamStats(loads=[0] * (max(sites) + 1 if layers else 0))
+
+    @property
+    def depth(self) -> int:
+        """How many loads are kept ahead of the layer in use."""
+        return self._depth
+
+    def acquire(self, site: int) -> int:
+        """The slot that holds the layer of `site`, ready for what is computed next. Pair with `release`."""
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "this process was forked from the one that loaded the model, and its threads and pinned memory did "
+                "not come along; call offload.run in the child, or start it with the 'spawn' method"
+            )
+        self._learn(site)
+        layer = self._sites[site]
+        index = self._where.get(layer)
+        if index is None:
+            self.stats.misses += 1
+            index = self._load(layer, wanted=())
+        else:
+            self.stats.hits += 1
+        slot = self._slots[index]
+        slot.users += 1
+        self._clock += 1
+        slot.last_use = self._clock
+        try:
+            # What comes next is started first: waiting may block the caller, and the link must not idle meanwhile.
+            self._prefetch()
+            self._link.finish(slot.load)
+        except BaseException:
+            slot.users -= 1
+            self._forget(index)
+            raise
+        return index
+
+    def release(self, site: int) -> None:
+        """The layer of `site` was used by what has been issued so far; its slot may be loaded anew after that."""
+        index = self._where.get(self._sites[site])
+        if index is None:
+            return
+        slot = self._slots[index]
+        slot.users = max(0, slot.users - 1)
+        slot.free_after = self._link.mark()
+        if slot.users == 0:
+            self._prefetch()
+
+    def end_pass(self) -> None:
+        """Nobody uses a slot any more, also after an exception in the middle of a pass."""
+        for slot in self._slots:
+            if slot.users:
+                slot.users = 0
+                slot.free_after = self._link.mark()
+
+    def clear(self) -> None:
+        """Drop every load and forget what the slots hold."""
+        self.end_pass()
+        for index in range(len(self._slots)):
+            self._forget(index)
+
+    def _learn(self, site: int) -> None:
+        if self._site is not None and self._site != site:
+            self._next[self._site] = site
+        self._site = site
+
+    def _prefetch(self) -> None:
+        site = self._site
+        if site is None:
+            return
+        wanted = [self._sites[site]]
+        for _ in range(self._depth):
+            site = self._next[site]
+            layer = self._sites[site]
+            if layer not in wanted:
+                wanted.append(layer)
+        for layer in wanted[1:]:
+            if layer not in self._where and self._free_slot(wanted) is not None:
+                self._load(layer, wanted)
+
+    def _free_slot(self, wanted: Sequence[int]) -> int | None:
+        """The slot whose last use lies furthest back, of those that nobody uses or will use soon."""
+        free = [i for i, s in enumerate(self._slots) if s.users == 0 and s.layer not in wanted]
+        return min(free, key=lambda i: self._slots[i].last_use, default=None)
+
+    def _load(self, layer: int, wanted: Sequence[int]) -> int:
+        index = self._free_slot(wanted)
+        if index is None:
+            raise OffloadError(
+                f"all {len(self._slots)} slots are in use at once and layer {layer} is asked for: "
+                "give the stream more slots (raise prefetch, or the memory budget of the compute device)"
+            )
+        slot = self._slots[index]
+        self._forget(index)
+        slot.load = self._link.start(layer, index, slot.free_after)
+        slot.layer = layer
+        slot.last_use = self._clock
+        self._where[layer] = index
+        self.stats.loads[layer] += 1
+        return index
+
+    def _forget(self, index: int) -> None:
+        slot = self._slots[index]
+        if slot.layer is not None:
+            self._link.drop(slot.load)
+            del self._where[slot.layer]
+            slot.layer = slot.load = None
