@@ -1,0 +1,22 @@
+"""Asynchronous file I/O into memory that a GPU can copy from: files and buffers, nothing else."""
+
+from .buffer import AlignedBuffer, Chunk, alloc
+from .errors import AioClosedError, AioError, AlignmentError, BackendUnavailable, ShortReadError
+from .file import AioFile, open
+from .future import IOFuture
+from .handle import AioHandle
+
+__all__ = [
+    "AioClosedError",
+    "AioError",
+    "AioFile",
+    "AioHandle",
+    "AlignedBuffer",
+    "AlignmentError",
+    "BackendUnavailable",
+    "Chunk",
+    "IOFuture",
+    "ShortReadError",
+    "alloc",
+    "open",
+]

@@ -1,0 +1,360 @@
+"""Host memory that a drive can fill and a GPU can copy from: aligned, huge pages, pinned."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import regions, system
+from .cudart import Cudart, cuda_state
+from .errors import AioClosedError
+from .hints import memlock_hint
+from .mapping import HUGE_PAGE, Huge, Mapping
+
+Lock = Literal["auto", "cuda", "mlock", False]
+
+_TOUCH_PIECE = 64 << 20  # what one thread touches at a time
+_MAX_TOUCH_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A populated range of a buffer: one registration, so one copy may lie anywhere inside it."""
+
+    start: int
+    stop: int
+    registered: bool  # pinned for the GPU (cudaHostRegister)
+    locked: bool  # cannot be swapped out (registered, or mlock)
+    reason: str  # how, or why not
+
+
+class AlignedBuffer:
+    """Memory from `alloc`: 2 MiB aligned, of exact size, populated and pinned chunk by chunk.
+
+    A chunk is what one `populate` call covered, and it is pinned as one registration. The GPU
+    can copy from any range inside one chunk; a copy that spans two is refused by CUDA, so a
+    caller populates what it copies at once (a layer) as one chunk. `chunks` tells the borders.
+    """
+
+    def __init__(self, nbytes: int, huge: Huge, lock: Lock) -> None:
+        if nbytes <= 0:
+            raise ValueError(f"nbytes must be positive, not {nbytes}")
+        if lock not in ("auto", "cuda", "mlock", False):
+            raise ValueError(f"lock must be 'auto', 'cuda', 'mlock' or False, not {lock!r}")
+        self.nbytes = nbytes
+        self._lock_kind = lock
+        self._mapping = Mapping(nbytes, huge)
+        self._huge = huge
+        self._guard = threading.Lock()
+        self._pin = _Pin(lock)
+        self._chunks: list[Chunk] = []
+        self._open_array()
+
+    def _open_array(self) -> None:
+        # Every view of the memory holds this array; the memory goes when the last view has gone.
+        array = (ctypes.c_ubyte * self.nbytes).from_address(self._mapping.address)
+        self._array: ctypes.Array[ctypes.c_ubyte] | None = array
+        self._release = weakref.finalize(array, _release, self._mapping, self._pin)
+        # At exit the kernel takes it, after every thread has stopped.
+        self._release.atexit = False
+
+    @property
+    def address(self) -> int:
+        self._live()
+        return self._mapping.address
+
+    @property
+    def closed(self) -> bool:
+        return self._array is None
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The populated ranges, by start."""
+        with self._guard:
+            return tuple(sorted(self._chunks, key=lambda chunk: chunk.start))
+
+    @property
+    def registered(self) -> bool:
+        """Whether all of the buffer is pinned for the GPU."""
+        return self._all("registered")
+
+    @property
+    def locked(self) -> bool:
+        """Whether no part of the buffer can be swapped out."""
+        return self._all("locked")
+
+    @property
+    def lock_reason(self) -> str:
+        """How the memory is locked, or why it is not: the first chunk that is not speaks."""
+        chunks = self.chunks
+        if not chunks:
+            return "not populated yet"
+        bad = [c for c in chunks if not c.locked] or [c for c in chunks if not c.registered]
+        return (bad or chunks)[0].reason
+
+    @property
+    def huge_share(self) -> float:
+        """Share of the populated memory that huge pages back (from /proc/self/smaps)."""
+        self._live()
+        return _huge_share(self._mapping.address, self._mapping.nbytes)
+
+    @property
+    def huge_reason(self) -> str:
+        return self._mapping.reason
+
+    @property
+    def page_kind(self) -> str:
+        """'hugetlb', 'thp' (asked for; `huge_share` tells what was granted) or '4K'."""
+        return self._mapping.kind
+
+    def _all(self, field: str) -> bool:
+        at = 0
+        for chunk in self.chunks:
+            if chunk.start != at or not getattr(chunk, field):
+                return False
+            at = chunk.stop
+        return at >= self.nbytes
+
+    def is_pinned(self, start: int = 0, stop: int | None = None) -> bool:
+        """Whether one copy of [start, stop) to the GPU lies inside one registration."""
+        stop = self.nbytes if stop is None else stop
+        return any(c.registered and c.start <= start and stop <= c.stop for c in self.chunks)
+
+    def populate(self, start: int = 0, stop: int | None = None) -> Chunk:
+        """Touch [start, stop) by several threads, then pin it as one chunk; safe in any thread.
+
+        `start` is a multiple of 2 MiB, `stop` too or the buffer's end, so that no huge page
+        belongs to two chunks. A range that cannot be pinned is still usable memory; the chunk
+        says so. Raises MemoryError where the memory itself cannot be had.
+        """
+        self._live()
+        array = self._array  # the memory must not go while it is being touched
+        stop = self.nbytes if stop is None else stop
+        if not 0 <= start < stop <= self.nbytes:
+            raise ValueError(f"[{start}, {stop}) is not a range of this {self.nbytes}-byte buffer")
+        if start % HUGE_PAGE or (stop % HUGE_PAGE and stop != self.nbytes):
+            raise ValueError(
+                f"[{start}, {stop}) must begin and end at a multiple of {HUGE_PAGE} bytes "
+                "(or end with the buffer): a huge page cannot belong to two registrations"
+            )
+        with self._guard:
+            for chunk in self._chunks:
+                if start < chunk.stop and chunk.start < stop:
+                    raise ValueError(
+                        f"[{start}, {stop}) overlaps [{chunk.start}, {chunk.stop}), "
+                        "which is populated already"
+                    )
+            # Claimed before the work, so that two threads cannot populate one range twice.
+            claim = Chunk(start, stop, False, False, "being populated")
+            self._chunks.append(claim)
+        try:
+            # Whole pages: the slack behind the last byte belongs to this mapping too.
+            end = self._mapping.nbytes if stop == self.nbytes else stop
+            _touch(self._mapping.address + start, end - start)
+            done = self._pin.pin(self._mapping.address, start, stop, end)
+        except BaseException:
+            with self._guard:
+                self._chunks.remove(claim)
+            raise
+        with self._guard:
+            self._chunks[self._chunks.index(claim)] = done
+        self._pin.regions.append(regions.add(self._mapping.address + start, end - start))
+        del array
+        return done
+
+    def _populate_first(self, sizes: Sequence[int]) -> None:
+        at = 0
+        for size in sizes:
+            stop = min(at + size, self.nbytes)
+            try:
+                self.populate(at, stop)
+            except MemoryError:
+                # Reserved huge pages that a cgroup withholds: ordinary ones take their place.
+                if at or self._mapping.kind != "hugetlb" or self._huge == "hugetlb":
+                    raise
+                self._release.detach()
+                self._mapping.fall_back_to_small()
+                self._open_array()
+                self.populate(at, stop)
+            at = stop
+
+    def view(self, start: int = 0, stop: int | None = None) -> memoryview:
+        """A writable view of [start, stop); the memory stays as long as the view does."""
+        return memoryview(self._live()).cast("B")[start:stop]
+
+    def tensor(self, start: int = 0, stop: int | None = None) -> Any:
+        """A torch.uint8 tensor over [start, stop); the memory stays as long as the tensor does."""
+        import torch
+
+        return torch.frombuffer(self.view(), dtype=torch.uint8)[start:stop]
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return self.view()
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,), "typestr": "|u1", "version": 3, "data": self.view(),
+        }  # fmt: skip
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if "torch" in sys.modules:
+            return self.tensor().__dlpack__(**options)
+        import numpy
+
+        return numpy.frombuffer(self.view(), dtype=numpy.uint8).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # kDLCPU
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def _live(self) -> ctypes.Array[ctypes.c_ubyte]:
+        if self._array is None:
+            raise AioClosedError("the buffer is closed")
+        return self._array
+
+    def close(self) -> None:
+        """Give the memory up; views, tensors and requests that still use it keep it alive."""
+        self._array = None
+        regions.changed()
+
+    def __enter__(self) -> AlignedBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"AlignedBuffer({self.nbytes} bytes, closed)"
+        pinned = sum(c.stop - c.start for c in self.chunks if c.registered)
+        return f"AlignedBuffer({self.nbytes} bytes, {self.page_kind}, {pinned} pinned)"
+
+
+def alloc(
+    nbytes: int,
+    *,
+    huge: Huge = "auto",
+    lock: Lock = "auto",
+    populate: bool = True,
+    chunks: Sequence[int] | None = None,
+) -> AlignedBuffer:
+    """Memory for direct I/O and device copies.
+
+    huge: "auto" (reserved huge pages, else transparent ones), "hugetlb", "thp" or False.
+    lock: "auto" (cudaHostRegister where torch sees a GPU, else mlock if it is allowed), "cuda",
+        "mlock" or False.
+    populate: touch and pin everything now, as one chunk; False: nothing yet, call
+        `buffer.populate(start, stop)` for each piece, also from a thread beside the reading.
+    chunks: with populate, the sizes of the pieces to pin as one registration each (multiples of
+        2 MiB, but for the last); a device copy may not span two.
+    """
+    buffer = AlignedBuffer(nbytes, huge, lock)
+    if populate:
+        sizes = [nbytes] if chunks is None else list(chunks)
+        if sum(sizes) < nbytes:
+            raise ValueError(f"chunks add up to {sum(sizes)} bytes, the buffer has {nbytes}")
+        buffer._populate_first(sizes)
+    elif chunks is not None:
+        raise ValueError("chunks needs populate=True; call populate(start, stop) for each instead")
+    return buffer
+
+
+class _Pin:
+    """How one buffer's chunks are locked; remembers what to undo."""
+
+    def __init__(self, kind: Lock) -> None:
+        self.runtime: Cudart | None = None
+        self.device: int | None = None
+        self.why_not_cuda = "pinning for the GPU was not asked for"
+        self.mlock = kind in ("auto", "mlock")
+        self.wanted = kind
+        self.pid = os.getpid()
+        self.registered: list[int] = []
+        self.regions: list[int] = []
+        if kind in ("auto", "cuda"):
+            self.runtime, self.device, self.why_not_cuda = cuda_state()
+
+    def pin(self, base: int, start: int, stop: int, end: int) -> Chunk:
+        address, nbytes = base + start, end - start
+        reason = self.why_not_cuda
+        if self.runtime is not None:
+            failed = self.runtime.register(address, nbytes, self.device)
+            if failed is None:
+                self.registered.append(address)
+                return Chunk(start, stop, True, True, "cudaHostRegister")
+            reason = failed
+        if not self.mlock:
+            return Chunk(start, stop, False, False, reason)
+        if system.libc.mlock(address, nbytes) == 0:
+            return Chunk(start, stop, False, True, f"mlock ({reason})")
+        why = os.strerror(ctypes.get_errno())
+        return Chunk(
+            start, stop, False, False, f"{reason}; mlock of {nbytes} bytes: {why}; {memlock_hint()}"
+        )
+
+
+def _release(mapping: Mapping, pin: _Pin) -> None:
+    for region in pin.regions:
+        regions.remove(region)
+    if os.getpid() != pin.pid:
+        return  # a forked child never had these pages (MADV_DONTFORK), nor the CUDA context
+    for address in pin.registered:
+        if pin.runtime is not None:
+            pin.runtime.unregister(address)
+    mapping.close()
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Have the kernel provide the pages now, by as many threads as help."""
+    pieces = [(at, min(_TOUCH_PIECE, nbytes - at)) for at in range(0, nbytes, _TOUCH_PIECE)]
+    threads = min(len(pieces), len(os.sched_getaffinity(0)), _MAX_TOUCH_THREADS)
+    if threads <= 1:
+        for at, size in pieces:
+            _touch_piece(address + at, size)
+        return
+    with ThreadPoolExecutor(threads, "offload-touch") as pool:
+        list(pool.map(lambda piece: _touch_piece(address + piece[0], piece[1]), pieces))
+
+
+def _touch_piece(address: int, nbytes: int) -> None:
+    # Through ctypes the GIL is free: the threads fault in parallel. Unlike a write from user
+    # space, this reports a page that cannot be had instead of killing the process.
+    code = system.madvise(address, nbytes, system.MADV_POPULATE_WRITE)
+    if code == 22:  # EINVAL: a kernel older than 5.14
+        ctypes.memset(address, 0, nbytes)
+    elif code:
+        raise MemoryError(f"touching {nbytes} bytes: {os.strerror(code)}")
+
+
+def _huge_share(address: int, nbytes: int) -> float:
+    """Bytes on huge pages / resident bytes, over the mappings inside [address, +nbytes)."""
+    resident = huge = 0
+    inside = False
+    page = 4
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                low, _, high = name.partition("-")
+                inside = int(low, 16) < address + nbytes and int(high, 16) > address
+            elif inside:
+                if name == "KernelPageSize:":
+                    page = int(rest.split()[0])
+                elif name == "Rss:":
+                    resident += int(rest.split()[0])
+                elif name == "AnonHugePages:":
+                    huge += int(rest.split()[0])
+                elif name == "Private_Hugetlb:" and page > 4:
+                    huge += int(rest.split()[0])
+                    resident += int(rest.split()[0])
+    return huge / resident if resident else 0.0
