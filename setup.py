@@ -30,7 +30,7 @@ def compiled_parts() -> list[Extension]:
             sources=aio,
             depends=sorted(path.as_posix() for path in Path("offload/aio/csrc").glob("*.h*")),
             language="c++",
-            extra_compile_args=["-O2", "-std=c++17", "-fvisibility=hidden", "-pthread"],
+            extra_compile_args=["-O2", "-std=c++17", "-fvisibility=hidden", "-g0", "-pthread"],
             extra_link_args=["-pthread"],
         )
     ]
@@ -51,7 +51,8 @@ class BuildOptional(build_ext):
         else:
             package = Path(self.build_lib) / "offload"
         package.mkdir(parents=True, exist_ok=True)
-        (package / "_build.json").write_text(json.dumps(self.reasons, indent=1) + "\n")
+        report = json.dumps(self.reasons, indent=1, ensure_ascii=False) + "\n"
+        (package / "_build.json").write_text(report, encoding="utf-8")
 
     def build_extensions(self) -> None:
         for ext in self.extensions:

@@ -10,4 +10,4 @@ def build_report() -> dict[str, str | None]:
     Empty where nothing was to be built, or where the package runs from a plain source folder.
     """
     file = Path(__file__).with_name("_build.json")
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
