@@ -17,8 +17,12 @@ from .cudart import Cudart, cuda_state
 from .errors import AioClosedError
 from .hints import memlock_hint
 from .mapping import HUGE_PAGE, Huge, Mapping
+from .native import _aio
 
 Lock = Literal["auto", "cuda", "mlock", False]
+
+# Lends the memory to memoryview and NumPy also before Python 3.12, which knows `__buffer__`.
+_Exporter: type = _aio.BufferExporter if _aio is not None else object
 
 _TOUCH_PIECE = 64 << 20  # what one thread touches at a time
 _MAX_TOUCH_THREADS = 16
@@ -35,7 +39,7 @@ class Chunk:
     reason: str  # how, or why not
 
 
-class AlignedBuffer:
+class AlignedBuffer(_Exporter):
     """Memory from `alloc`: 2 MiB aligned, of exact size, populated and pinned chunk by chunk.
 
     A chunk is what one `populate` call covered, and it is pinned as one registration. The GPU
@@ -44,6 +48,7 @@ class AlignedBuffer:
     """
 
     def __init__(self, nbytes: int, huge: Huge, lock: Lock) -> None:
+        super().__init__()
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         if lock not in ("auto", "cuda", "mlock", False):
@@ -225,7 +230,6 @@ class AlignedBuffer:
     def close(self) -> None:
         """Give the memory up; views, tensors and requests that still use it keep it alive."""
         self._array = None
-        regions.changed()
 
     def __enter__(self) -> AlignedBuffer:
         return self

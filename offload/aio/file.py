@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 from typing import Literal
 
+from . import regions
 from .errors import AioClosedError, AioError
 from .mapping import Mapping
 from .system import file_system_magic, statx_direct_alignment
@@ -40,13 +41,18 @@ class Descriptors:
         self.strict = False  # direct=True: misalignment is an error, never a fallback
         self.writable = False
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+    def __del__(
+        self,
+        close: Callable[[int], None] = os.close,
+        closed: Callable[[int], None] = regions.file_closed,
+    ) -> None:
         for name in ("direct", "buffered"):
             fd = getattr(self, name, -1)
             if fd >= 0:
                 setattr(self, name, -1)
                 with contextlib.suppress(OSError):  # nobody is left to be told
                     close(fd)
+        closed(self.serial)
 
 
 class AioFile:

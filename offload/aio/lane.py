@@ -35,6 +35,11 @@ class Lane:
             self._closed = True
             self._changed.notify_all()
 
+    def drained(self) -> bool:
+        """Whether the lane is closed and nothing is left in it."""
+        with self._changed:
+            return self._closed and not (self._segments or self._retries)
+
     def take(self, block: bool) -> Transfer | None:
         """The next transfer; None when there is none (with `block`: and the lane is closed)."""
         while True:

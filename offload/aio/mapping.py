@@ -87,6 +87,10 @@ class Mapping:
         self._advise_huge()
         system.madvise(self.address, self.nbytes, system.MADV_DONTFORK)
 
+    def read(self, nbytes: int) -> bytes:
+        """A copy of the first bytes."""
+        return ctypes.string_at(self.address, nbytes)
+
     def close(self) -> None:
         if self.address:
             libc.munmap(self.address, self.nbytes)
