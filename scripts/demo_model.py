@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -128,6 +129,12 @@ def fetch(into: Path) -> Path:
 
 def convert(gguf: Path, into: Path) -> None:
     """Write weights, configuration, tokenizer and chat template the way transformers saves them."""
+    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoModelError(
+            f"transformers reads a GGUF file with {' and '.join(missing)}, which {sys.executable} "
+            "lacks: pip install 'offload[demo]'"
+        )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
