@@ -1,4 +1,6 @@
-"""The compute device as the weight store sees it: memory, copies in the background, and points in time."""
+"""The compute device as the weight store sees it: memory, copies in the background, and points in
+time.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class ComputeDevice(Protocol):
 
 
 class HostDevice:
-    """The CPU computes: a copy is done when `copy` returns, and so is everything computed before it."""
+    """The CPU computes: a copy is done when `copy` returns, and so is everything computed before
+    it.
+    """
 
     torch_device = torch.device("cpu")
 

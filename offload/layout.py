@@ -1,4 +1,6 @@
-"""A layer as the stream moves it: one run of bytes in which every tensor has a fixed, aligned place."""
+"""A layer as the stream moves it: one run of bytes in which every tensor has a fixed, aligned
+place.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def align(n: int, to: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor of a layer: what it is, where its bytes come from, and its place in the layer's slot."""
+    """One tensor of a layer: what it is, where its bytes come from, and its place in the layer's
+    slot.
+    """
 
     name: str  # as the model names it: model.layers.3.mlp.up_proj.weight
     source: Expression
@@ -37,7 +41,9 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What moves at once: a block of the model, or a module outside the blocks that was given a tier of its own."""
+    """What moves at once: a block of the model, or a module outside the blocks that was given a
+    tier of its own.
+    """
 
     name: str
     places: tuple[TensorPlace, ...]
@@ -50,9 +56,7 @@ class Layer:
         at = 0
         for tensor_name, source in tensors:
             nbytes = source.shape.numel() * source.dtype.itemsize
-            places.append(
-                TensorPlace(tensor_name, source, source.shape, source.dtype, at, nbytes)
-            )
+            places.append(TensorPlace(tensor_name, source, source.shape, source.dtype, at, nbytes))
             at = align(at + nbytes)
         return cls(name, tuple(places), at)
 
@@ -69,6 +73,4 @@ class Layer:
     def parameters(self, slot: torch.Tensor) -> list[nn.Parameter]:
         """Parameters that lie in `slot`, one a place; made once a slot and used for every pass."""
         with torch.inference_mode(False):
-            return [
-                nn.Parameter(p.view(slot), requires_grad=False) for p in self.places
-            ]
+            return [nn.Parameter(p.view(slot), requires_grad=False) for p in self.places]

@@ -1,9 +1,10 @@
-"""Tensors that stand for bytes elsewhere: loading code renames, stacks and casts them, and nothing is read.
+"""Tensors that stand for bytes elsewhere: loading code renames, stacks and casts them, and nothing
+is read.
 
-transformers turns the tensors of a checkpoint into parameters with code of its own (renames, merged experts,
-casts, ties), and that code changes with every release. So it is given tensors of this kind. What comes out
-still knows which bytes of which files it is made of; where the bytes need no change they can be streamed from the
-original files, however many pieces they are in.
+transformers turns the tensors of a checkpoint into parameters with code of its own (renames, merged
+experts, casts, ties), and that code changes with every release. So it is given tensors of this
+kind. What comes out still knows which bytes of which files it is made of; where the bytes need no
+change they can be streamed from the original files, however many pieces they are in.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from offload.extent import Extent
 from offload.errors import UnsupportedError
+from offload.extent import Extent
 
 aten = torch.ops.aten
 
@@ -104,8 +105,9 @@ Expression = Pieces | Held | Deferred
 class LazyTensor(torch.Tensor):
     """A tensor known by shape, dtype and where its bytes come from (`expression`).
 
-    It claims to be on the CPU. Operations that only rearrange whole runs of bytes are done on the extents; any other
-    operation is deferred; an operation that needs a value now (`equal`, `item`) reads.
+    It claims to be on the CPU. Operations that only rearrange whole runs of bytes are done on the
+    extents; any other operation is deferred; an operation that needs a value now (`equal`, `item`)
+    reads.
     """
 
     expression: Expression
@@ -113,7 +115,11 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, expression: Expression) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
-            cls, expression.shape, dtype=expression.dtype, device="cpu", requires_grad=False
+            cls,
+            expression.shape,
+            dtype=expression.dtype,
+            device=torch.device("cpu"),
+            requires_grad=False,
         )
         self.expression = expression
         return self
@@ -133,12 +139,12 @@ class LazyTensor(torch.Tensor):
         """The value: a contiguous CPU tensor."""
         return self.expression.read()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = type(self.expression).__name__
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {kind})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -151,13 +157,14 @@ class LazyTensor(torch.Tensor):
             return rearranged
         if func._schema.is_mutable:
             raise UnsupportedError(
-                f"{func} would change a weight while the model is being built; weights that stay on disk cannot be changed"
+                f"{func} would change a weight while the model is being built; weights that stay "
+                f"on disk cannot be changed"
             )
         return _defer(func, args, kwargs)
 
 
 def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on shapes only; where that gives tensors, they are lazy; where it cannot, read and run."""
+    """Run on shapes only and give lazy tensors; where a value is asked for, read and run."""
     on_meta = tree_map_only(
         torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
     )

@@ -1,4 +1,6 @@
-"""Brings file ranges to their place in memory or on the device, through a small ring of pinned chunks."""
+"""Brings file ranges to their place in memory or on the device, through a small ring of pinned
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ _END = object()
 class Reader:
     """Reads loads in the order in which they were asked for, with `chunks` requests in flight.
 
-    One thread submits requests, another hands finished ones to the device, so the drive has work while the last bytes of a
-    layer are still being copied and the first of the next are being asked for.
+    One thread submits requests, another hands finished ones to the device, so the drive has work
+    while the last bytes of a layer are still being copied and the first of the next are being asked
+    for.
     """
 
     def __init__(
-        self, handle: AioHandle, files: dict[str, AioFile], chunks: Sequence[torch.Tensor], device: ComputeDevice
+        self,
+        handle: AioHandle,
+        files: dict[str, AioFile],
+        chunks: Sequence[torch.Tensor],
+        device: ComputeDevice,
     ) -> None:
         self._handle = handle
         self._files = files
@@ -63,7 +70,7 @@ class Reader:
             thread.start()
 
     def load(self, ops: Sequence[ReadOp], target: torch.Tensor, after: Any = None) -> ReadLoad:
-        """Begin to bring `ops` to `target` (uint8), writing nothing there before the point `after`."""
+        """Begin to bring `ops` to `target` (uint8); nothing is written before the point `after`."""
         load = ReadLoad(ops, target, after)
         self._asked.put(load)
         return load
@@ -89,20 +96,25 @@ class Reader:
 
     def _submit(self) -> None:
         while (load := self._asked.get()) is not None:
-            try:
-                for op in load.ops:
-                    if load.cancelled or load.error is not None:
-                        break
-                    chunk = self._free.get()
-                    self._device.synchronize(chunk.busy_until)
-                    future = self._handle.async_pread(
-                        chunk.memory[: op.nbytes], self._files[op.file], op.offset, op.nbytes
-                    )
-                    self._reading.put((load, op, chunk, future))
-            except BaseException as error:  # it belongs to whoever waits for the load
-                load.error = error
+            for op in load.ops:
+                if load.cancelled or load.error is not None:
+                    break
+                self._submit_one(load, op)
             self._reading.put((load, _END, None, None))
         self._reading.put(None)
+
+    def _submit_one(self, load: ReadLoad, op: ReadOp) -> None:
+        chunk = self._free.get()
+        try:
+            self._device.synchronize(chunk.busy_until)
+            future = self._handle.async_pread(
+                chunk.memory[: op.nbytes], self._files[op.file], op.offset, op.nbytes
+            )
+        except BaseException as error:  # it belongs to whoever waits for the load
+            load.error = error
+            self._free.put(chunk)
+        else:
+            self._reading.put((load, op, chunk, future))
 
     def _deliver(self) -> None:
         while (item := self._reading.get()) is not None:

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from offload.lazy import Pieces
 from offload.layout import Layer, align
+from offload.lazy import Pieces
 
-SECTOR = 4096  # bytes; offsets and lengths of direct reads are multiples of it on every common drive
+SECTOR = (
+    4096  # bytes; offsets and lengths of direct reads are multiples of it on every common drive
+)
 MAX_GAP = 256 << 10  # bytes between two wanted ranges that are cheaper to read than to seek over
 
 
@@ -24,7 +26,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class ReadOp:
-    """One request: `nbytes` bytes of `file` from `offset` (a multiple of SECTOR) on, then the moves."""
+    """One request: `nbytes` bytes of `file` from `offset` (a multiple of SECTOR) on, then the
+    moves.
+    """
 
     file: str
     offset: int
@@ -33,10 +37,11 @@ class ReadOp:
 
 
 def plan_reads(layer: Layer, chunk_bytes: int, file_sizes: dict[str, int]) -> tuple[ReadOp, ...]:
-    """The fewest large sequential requests of at most `chunk_bytes` that cover all extents of a layer.
+    """The fewest large sequential requests of at most `chunk_bytes` that cover all extents of a
+    layer.
 
-    Every source of the layer must be `Pieces`. Ranges are widened to whole sectors, but never beyond the
-    end of the file.
+    Every source of the layer must be `Pieces`. Ranges are widened to whole sectors, but never
+    beyond the end of the file.
     """
     wanted: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # file: (start, stop, target)
     for place in layer.places:
@@ -51,7 +56,9 @@ def plan_reads(layer: Layer, chunk_bytes: int, file_sizes: dict[str, int]) -> tu
     for file, ranges in wanted.items():
         ranges.sort()
         for start, stop in _runs(ranges):
-            ops += _requests(file, start, min(align(stop, SECTOR), file_sizes[file]), chunk_bytes, ranges)
+            ops += _requests(
+                file, start, min(align(stop, SECTOR), file_sizes[file]), chunk_bytes, ranges
+            )
     return tuple(ops)
 
 

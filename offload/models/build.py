@@ -1,8 +1,11 @@
-"""Builds a transformers model whose weights stay in their files, with transformers' own loading code."""
+"""Builds a transformers model whose weights stay in their files, with transformers' own loading
+code.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +31,12 @@ def build_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a checkpoint folder; every stored parameter is a `LazyTensor`, every other buffer is real.
+    """The model of a checkpoint folder; every stored parameter is a `LazyTensor`, every other
+    buffer is real.
 
-    Names, merged experts, dtypes, ties and buffers come out as `from_pretrained` makes them, since it is the one that runs.
-    Raises MissingWeightError where a parameter would be left to chance, CheckpointError where shapes differ.
+    Names, merged experts, dtypes, ties and buffers come out as `from_pretrained` makes them, since
+    it is the one that runs. Raises MissingWeightError where a parameter would be left to chance,
+    CheckpointError where shapes differ.
     """
     folder = checkpoint.folder
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -41,7 +46,7 @@ def build_model(
         options["attn_implementation"] = attn_implementation
     state = {name: LazyTensor.of(extent) for name, extent in checkpoint.tensors.items()}
     with _quiet_loading():
-        model, info = _guarded(cls, folder).from_pretrained(
+        loaded: Any = _guarded(cls, folder).from_pretrained(
             None,
             config=config,
             state_dict=state,
@@ -49,6 +54,7 @@ def build_model(
             output_loading_info=True,
             **options,
         )
+    model, info = loaded
     model.__class__ = cls
     _check(model, info, folder)
     model.config._name_or_path = model.name_or_path = str(folder)
@@ -81,7 +87,8 @@ def _resolve_class(
     if type(config) not in auto._model_mapping:
         hint = "; pass trust_remote_code=True if you trust its code" if remote else ""
         raise UnsupportedError(
-            f"{folder}: model type {config.model_type!r} with architectures {config.architectures} has no "
+            f"{folder}: model type {config.model_type!r} with architectures {config.architectures} "
+            f"has no "
             f"{auto.__name__} in transformers {transformers.__version__}; pass model_class{hint}"
         )
     found = auto._model_mapping[type(config)]
@@ -118,7 +125,8 @@ def _check(model: PreTrainedModel, info: Any, folder: Path) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UnsupportedError(
-                f"{type(model).__name__} left its buffer {name} without a value (its code computes it in a way that loading "
+                f"{type(model).__name__} left its buffer {name} without a value (its code computes "
+                f"it in a way that loading "
                 "does not repeat)"
             )
 
@@ -136,7 +144,7 @@ def _refuse_missing(model: PreTrainedModel, missing: set[str], folder: Path) -> 
         for name in missing
         if not isinstance(parameters.get(name), LazyTensor)
         and not (name in tied and _tie_source_found(model, name, missing))
-        and not any(_search(pattern, name) for pattern in ignored)
+        and not any(re.search(pattern, name) for pattern in ignored)
     )
     if not absent:
         return
@@ -147,22 +155,18 @@ def _refuse_missing(model: PreTrainedModel, missing: set[str], folder: Path) -> 
         names = {n for n, p in parameters.items() if p is getattr(output, "weight", None)}
         if absent[0] in names:
             hint = (
-                "set tie_word_embeddings to true in config.json if the head shares the embedding, or add the tensor"
+                "set tie_word_embeddings to true in config.json if the head shares the embedding, "
+                "or add the tensor"
             )
     raise MissingWeightError(
-        f"{folder} holds no tensor for {len(absent)} of the model's {len(parameters)} parameters: {shown}; {hint}"
+        f"{folder} holds no tensor for {len(absent)} of the model's {len(parameters)} parameters: "
+        f"{shown}; {hint}"
     )
 
 
 def _tie_source_found(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
     source = model.all_tied_weights_keys[name]
     return source not in missing
-
-
-def _search(pattern: str, name: str) -> bool:
-    import re
-
-    return re.search(pattern, name) is not None
 
 
 @contextmanager

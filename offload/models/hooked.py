@@ -1,4 +1,6 @@
-"""Runs a model's own modules over streamed layers: a layer's weights are in place while its forward runs, and only then."""
+"""Runs a model's own modules over streamed layers: a layer's weights are in place while its forward
+runs, and only then.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ KEPT_PASSES = 256  # times of the latest passes
 class PassOwner:
     """Lets one caller at a time run passes over the stream.
 
-    A pass is what one call of the model does. Its thread may hold several forwards in it (a model calls its own
-    inner models; micro-batches meet at a layer); another thread waits until the pass is over.
+    A pass is what one call of the model does. Its thread may hold several forwards in it (a model
+    calls its own inner models; micro-batches meet at a layer); another thread waits until the pass
+    is over.
     """
 
-    def __init__(self, stream: Stream, device: ComputeDevice, explain: Callable[[], str]) -> None:
+    def __init__(
+        self, stream: Stream | None, device: ComputeDevice, explain: Callable[[], str]
+    ) -> None:
         self.stream = stream
         self.closed = False
         self._device = device
@@ -34,7 +39,7 @@ class PassOwner:
         self._lock = threading.RLock()
         self._depth = 0
         self._start: Any = None
-        self._times: deque[tuple[Any, Any, int]] = deque(maxlen=KEPT_PASSES)
+        self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_PASSES)
         self.passes = 0
 
     def enter(self) -> None:
@@ -54,10 +59,10 @@ class PassOwner:
         self._depth -= 1
         try:
             if self._depth == 0:
-                self.stream.end_pass()
+                if self.stream is not None:
+                    self.stream.end_pass()
                 self.passes += 1
-                loads = sum(self.stream.stats.loads)
-                self._times.append((self._start, self._device.timed_mark(), loads))
+                self._times.append((self._start, self._device.timed_mark()))
         finally:
             self._lock.release()
 
@@ -67,8 +72,10 @@ class PassOwner:
             self.closed = True
 
     def pass_seconds(self) -> list[float]:
-        """Seconds from the start to the end of each of the latest passes, those still running left out."""
-        times = (self._device.elapsed(start, stop) for start, stop, _ in list(self._times))
+        """Seconds from the start to the end of each of the latest passes, those still running left
+        out.
+        """
+        times = (self._device.elapsed(start, stop) for start, stop in list(self._times))
         return [t for t in times if t is not None]
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> NoReturn:
@@ -76,19 +83,25 @@ class PassOwner:
         raise torch.OutOfMemoryError(f"{error}\n{self._explain()}") from error
 
 
-class _Forward:
-    """Stands in for a module's `forward`; keeps its signature."""
-
-    def __init__(self, forward: Callable[..., Any], owner: PassOwner) -> None:
-        functools.update_wrapper(self, forward)
-        self._forward = forward
-        self._owner = owner
+class NotCopied:
+    """What belongs to one stream and its slots: a copy would read memory that it does not own."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError("an offloaded model cannot be copied: call offload.run a second time instead")
+        raise TypeError(
+            "an offloaded model cannot be copied: call offload.run a second time instead"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an offloaded model cannot be pickled: pickle its folder's path instead")
+
+
+class _Forward(NotCopied):
+    """Stands in for a module's `forward`; keeps its signature."""
+
+    def __init__(self, forward: Callable[..., Any], owner: PassOwner) -> None:
+        functools.update_wrapper(self, forward)  # type: ignore[arg-type]
+        self._forward = forward
+        self._owner = owner
 
 
 class PassForward(_Forward):
@@ -108,7 +121,7 @@ class PassForward(_Forward):
 
 
 class LayerForward(_Forward):
-    """The forward of a layer: its tensors are put in place from the slot, and taken out afterwards."""
+    """The forward of a layer: its tensors are put in place from the slot, then taken out."""
 
     def __init__(
         self,
@@ -119,6 +132,9 @@ class LayerForward(_Forward):
         parameters: list[list[nn.Parameter]],
     ) -> None:
         super().__init__(forward, owner)
+        if owner.stream is None:
+            raise ValueError("a streamed layer needs a stream")
+        self._stream = owner.stream
         self._site = site
         # Flat (dict, key) places, and for every slot the parameters in the same order.
         self._places = [(b.module._parameters, b.key) for bs in part.bindings for b in bs]
@@ -126,13 +142,17 @@ class LayerForward(_Forward):
         self._in_slot = [[row[i] for i in repeat] for row in parameters]
         self._empty = [part.placeholders[i] for i in repeat]
 
+    def close(self) -> None:
+        """Let go of the slots' memory."""
+        self._in_slot.clear()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             _refuse_gradients(args, kwargs)
         owner = self._owner
         owner.enter()
         try:
-            slot = owner.stream.acquire(self._site)
+            slot = self._stream.acquire(self._site)
             try:
                 for (holder, key), parameter in zip(self._places, self._in_slot[slot], strict=True):
                     holder[key] = parameter
@@ -140,7 +160,7 @@ class LayerForward(_Forward):
             finally:
                 for (holder, key), empty in zip(self._places, self._empty, strict=True):
                     holder[key] = empty
-                owner.stream.release(self._site)
+                self._stream.release(self._site)
         finally:
             owner.exit()
 
@@ -149,6 +169,7 @@ def _refuse_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise UnsupportedError(
-                "gradients cannot flow through streamed layers: their slots are overwritten before a backward pass. Run under "
+                "gradients cannot flow through streamed layers: their slots are overwritten before "
+                "a backward pass. Run under "
                 "torch.no_grad(), or detach the inputs"
             )

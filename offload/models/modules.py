@@ -1,4 +1,6 @@
-"""What a transformers model is made of: its layer lists, what stands outside them, and which tensors are tied."""
+"""What a transformers model is made of: its layer lists, what stands outside them, and which
+tensors are tied.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from offload.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A place where a module holds a parameter or buffer: `module._parameters[key]` or `module._buffers[key]`."""
+    """A place where a module holds a parameter or buffer: `module._parameters[key]` or
+    `module._buffers[key]`.
+    """
 
     module: nn.Module
     key: str
@@ -37,8 +41,9 @@ class Shared:
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The model's blocks by name, in the order of the model: what moves at once.
 
-    A block is a child of a ModuleList whose children are all of classes that the model declares indivisible
-    (`_no_split_modules`); a model that declares none is searched for its largest list of equal children.
+    A block is a child of a ModuleList whose children are all of classes that the model declares
+    indivisible (`_no_split_modules`); a model that declares none is searched for its largest list
+    of equal children.
     """
     declared = set(_no_split(model))
     lists = [
@@ -62,12 +67,14 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     layers = {f"{name}.{i}": child for name, module in outermost for i, child in enumerate(module)}
     if not layers:
         raise UnsupportedError(
-            f"{type(model).__name__} has no list of transformer blocks to stream: it declares no `_no_split_modules` and "
+            f"{type(model).__name__} has no list of transformer blocks to stream: it declares no "
+            f"`_no_split_modules` and "
             "has no ModuleList of equal modules"
         )
     if len({id(m) for m in layers.values()}) != len(layers):
         raise UnsupportedError(
-            f"{type(model).__name__} runs one block several times (shared layers); such a model is small enough to stay "
+            f"{type(model).__name__} runs one block several times (shared layers); such a model is "
+            f"small enough to stay "
             "resident"
         )
     return layers
@@ -110,4 +117,8 @@ def ancestors(model: nn.Module, names: Iterator[str] | list[str]) -> list[tuple[
     for name in names:
         parts = name.split(".")
         paths |= {".".join(parts[:i]) for i in range(1, len(parts))}
-    return [(p, model.get_submodule(p)) for p in sorted(paths) if not isinstance(model.get_submodule(p), nn.ModuleList)]
+    return [
+        (p, model.get_submodule(p))
+        for p in sorted(paths)
+        if not isinstance(model.get_submodule(p), nn.ModuleList)
+    ]

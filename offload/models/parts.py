@@ -1,4 +1,6 @@
-"""A model taken apart for streaming: what moves, layer by layer, and what stays on the compute device."""
+"""A model taken apart for streaming: what moves, layer by layer, and what stays on the compute
+device.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Part:
     """A layer and its places in the model: `bindings[i]` hold the layer's i-th tensor."""
 
     layer: Layer
-    modules: tuple[nn.Module, ...]  # whose forwards use the layer: one, or more where weights are tied
+    modules: tuple[
+        nn.Module, ...
+    ]  # whose forwards use the layer: one, or more where weights are tied
     bindings: tuple[tuple[Binding, ...], ...] = ()
     placeholders: list[nn.Parameter] = field(default_factory=list)
 
@@ -38,7 +42,9 @@ class Part:
 
 @dataclass(slots=True)
 class ModelParts:
-    """Everything that `model` holds. `outside` stands outside the layers and stays on the compute device."""
+    """Everything that `model` holds. `outside` stands outside the layers and stays on the compute
+    device.
+    """
 
     model: PreTrainedModel
     layers: list[Part]
@@ -53,11 +59,13 @@ class ModelParts:
 
 
 def take_apart(model: PreTrainedModel, own_tier: Sequence[str] = ()) -> ModelParts:
-    """The parts of `model`; modules named in `own_tier` move like layers although they stand outside the blocks.
+    """The parts of `model`; modules named in `own_tier` move like layers although they stand
+    outside the blocks.
 
-    A tensor that several layers share, or a layer and what stands outside, belongs to the outside: it has one owner. A
-    tensor that a module of `own_tier` shares with others outside (a tied embedding and head) moves with that
-    module, and every module that holds it becomes a place of use.
+    A tensor that several layers share, or a layer and what stands outside, belongs to the outside:
+    it has one owner. A tensor that a module of `own_tier` shares with others outside (a tied
+    embedding and head) moves with that module, and every module that holds it becomes a place of
+    use.
     """
     units = find_layers(model)
     names = {name: i for i, (name, _) in enumerate(model.named_modules())}

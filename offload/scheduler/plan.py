@@ -29,7 +29,9 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that may be used. `shared`: compute device and CPU tier are the same memory, and `cpu` caps their sum."""
+    """Bytes that may be used. `shared`: compute device and CPU tier are the same memory, and `cpu`
+    caps their sum.
+    """
 
     device: int
     cpu: int
@@ -113,7 +115,9 @@ def fixed_plan(
     """The plan for tiers that the user chose; only the depth gives way. Raises BudgetError."""
     plan = _fit_depth(layers, tiers, budget, work)
     if plan is None:
-        raise BudgetError(_too_small(_assemble(layers, tiers, budget, work, min(1, work.depth)), budget))
+        raise BudgetError(
+            _too_small(_assemble(layers, tiers, budget, work, min(1, work.depth)), budget)
+        )
     _check_cpu(plan, budget)
     return plan
 
@@ -143,7 +147,7 @@ def _promote(
     work: Workload,
     depth: int,
 ) -> list[Tier]:
-    """Move layers from files to `tier` while the budget holds them, evenly spread over the model."""
+    """Move layers from files to `tier` while the budget holds them, evenly over the model."""
     chosen = list(tiers)
     for index in order:
         if chosen[index] is not Tier.NVME:
@@ -156,7 +160,9 @@ def _promote(
 
 
 def _spread(n: int) -> list[int]:
-    """0 .. n-1 such that every prefix is spread evenly: layers that need no link sit between those that do."""
+    """0 .. n-1 such that every prefix is spread evenly: layers that need no link sit between those
+    that do.
+    """
     bits = max(1, (n - 1).bit_length())
     reversed_bits = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
     return [i for i in reversed_bits if i < n]
@@ -186,10 +192,11 @@ def _assemble(
     depth = min(depth, max(0, len(moving) - 1))
     largest = max((s.slot_bytes for s in layers), default=0)
     chunk = min(work.max_chunk_bytes, max(1, largest // 4 // 4096) * 4096)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if moving and depth < min(work.depth, len(moving) - 1):
         notes = (
-            f"prefetch lowered from {work.depth} to {depth}: {work.depth + 1} slots of {format_size(max(moving))} "
+            f"prefetch lowered from {work.depth} to {depth}: {work.depth + 1} slots of "
+            f"{format_size(max(moving))} "
             "do not fit the budget",
         )
     return Plan(
@@ -222,7 +229,8 @@ def _check_cpu(plan: Plan, budget: Budget) -> None:
     if _cpu_need(plan, budget) > budget.cpu:
         raise BudgetError(
             f"CPU memory: the layers placed there take {format_size(plan.cpu_bytes)} "
-            f"and the budget is {format_size(budget.cpu)}. Raise max_memory['cpu'], or place layers on 'nvme', or use "
+            f"and the budget is {format_size(budget.cpu)}. Raise max_memory['cpu'], or place "
+            f"layers on 'nvme', or use "
             "device_map='auto'"
         )
 
@@ -233,11 +241,13 @@ def _too_small(plan: Plan, budget: Budget) -> str:
     where = "CPU memory" if budget.shared else "the compute device"
     key = "'cpu'" if budget.shared else "0"
     return (
-        f"a budget of {format_size(limit)} on {where} cannot hold what a streamed run needs at least, {format_size(need)}: "
+        f"a budget of {format_size(limit)} on {where} cannot hold what a streamed run needs at "
+        f"least, {format_size(need)}: "
         f"{format_size(plan.outside_bytes)} outside the layers and resident layers "
         f"of {format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, "
-        f"{plan.slots} slots of {format_size(plan.slot_bytes)}, {format_size(plan.ring_bytes if budget.shared else 0)} for disk reads, "
-        f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], or lower batch_size or "
+        f"{plan.slots} slots of {format_size(plan.slot_bytes)}, "
+        f"{format_size(plan.ring_bytes if budget.shared else 0)} for disk reads, "
+        f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], "
+        f"or lower batch_size or "
         "max_length, or place the embedding on a tier of its own (device_map={...})"
     )
-

@@ -1,7 +1,8 @@
 """The stream: which layer's bytes go into which slot, and when.
 
-A ring of slots on the compute device holds the layers in use and those that come next. The order of layers is
-learnt from the passes themselves and is a hint only: a layer out of order is a plain load.
+A ring of slots on the compute device holds the layers in use and those that come next. The order of
+layers is learnt from the passes themselves and is a hint only: a layer out of order is a plain
+load.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from offload.errors import OffloadError
 
 
 class Link(Protocol):
-    """What moves the bytes. Loads into one slot are started only after the one before it was finished or dropped."""
+    """What moves the bytes. Loads into one slot are started only after the one before it was
+    finished or dropped.
+    """
 
     def start(self, layer: int, slot: int, after: Any) -> Any:
-        """Begin to bring `layer` into `slot`, not before the point `after` (None: at once); return the load."""
+        """Begin to bring `layer` into `slot`, not before the point `after` (None: at once); return
+        the load.
+        """
 
     def finish(self, load: Any) -> None:
         """Make what is computed from now on wait for the load; raise what made it fail."""
 
     def drop(self, load: Any) -> None:
-        """Give up a load that nobody waits for; on return nothing of it will be written any more."""
+        """Give up a load that nobody waits for; on return nothing of it is written any more."""
 
     def mark(self) -> Any:
         """The point in the computation after all that was issued so far."""
@@ -51,9 +56,9 @@ class StreamStats:
 class Stream:
     """Serves layers to one pass at a time.
 
-    `sites` is the order in which layers are expected to run, one entry a place of use: a tied embedding that serves
-    as head too is two sites of one layer. `depth` loads are kept ahead of the layer in use; that takes depth + 1 slots.
-    Not thread-safe: whoever owns the pass calls it.
+    `sites` is the order in which layers are expected to run, one entry a place of use: a tied
+    embedding that serves as head too is two sites of one layer. `depth` loads are kept ahead of the
+    layer in use; that takes depth + 1 slots. Not thread-safe: whoever owns the pass calls it.
     """
 
     def __init__(self, link: Link, slots: int, sites: Sequence[int], depth: int) -> None:
@@ -77,10 +82,13 @@ class Stream:
         return self._depth
 
     def acquire(self, site: int) -> int:
-        """The slot that holds the layer of `site`, ready for what is computed next. Pair with `release`."""
+        """The slot that holds the layer of `site`, ready for what is computed next. Pair with
+        `release`.
+        """
         if os.getpid() != self._pid:
             raise OffloadError(
-                "this process was forked from the one that loaded the model, and its threads and pinned memory did "
+                "this process was forked from the one that loaded the model, and its threads and "
+                "pinned memory did "
                 "not come along; call offload.run in the child, or start it with the 'spawn' method"
             )
         self._learn(site)
@@ -96,7 +104,8 @@ class Stream:
         self._clock += 1
         slot.last_use = self._clock
         try:
-            # What comes next is started first: waiting may block the caller, and the link must not idle meanwhile.
+            # What comes next is started first: waiting may block the caller, and the link must not
+            # idle meanwhile.
             self._prefetch()
             self._link.finish(slot.load)
         except BaseException:
@@ -106,7 +115,9 @@ class Stream:
         return index
 
     def release(self, site: int) -> None:
-        """The layer of `site` was used by what has been issued so far; its slot may be loaded anew after that."""
+        """The layer of `site` was used by what has been issued so far; its slot may be loaded anew
+        after that.
+        """
         index = self._where.get(self._sites[site])
         if index is None:
             return
@@ -149,7 +160,7 @@ class Stream:
                 self._load(layer, wanted)
 
     def _free_slot(self, wanted: Sequence[int]) -> int | None:
-        """The slot whose last use lies furthest back, of those that nobody uses or will use soon."""
+        """The slot used longest ago, of those that nobody uses or will use soon."""
         free = [i for i, s in enumerate(self._slots) if s.users == 0 and s.layer not in wanted]
         return min(free, key=lambda i: self._slots[i].last_use, default=None)
 
@@ -158,7 +169,8 @@ class Stream:
         if index is None:
             raise OffloadError(
                 f"all {len(self._slots)} slots are in use at once and layer {layer} is asked for: "
-                "give the stream more slots (raise prefetch, or the memory budget of the compute device)"
+                "give the stream more slots (raise prefetch, or the memory budget of the compute "
+                "device)"
             )
         slot = self._slots[index]
         self._forget(index)

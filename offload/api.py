@@ -1,0 +1,344 @@
+"""`offload.run`: from a checkpoint to a transformers model whose layers are streamed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from offload.config import OffloadConfig
+from offload.device import compute_device
+from offload.errors import BudgetError
+from offload.folder import default_folder
+from offload.layout import Layer
+from offload.memory_limits import host_memory_available
+from offload.models.build import build_model
+from offload.models.hooked import PassOwner
+from offload.models.install import install
+from offload.models.modules import find_layers
+from offload.models.parts import ModelParts, take_apart
+from offload.models.shape import DEFAULT_LENGTH, ModelShape
+from offload.offloaded import Offload
+from offload.pack import Pack, live_pack, needs_pack
+from offload.scheduler.plan import (
+    Budget,
+    LayerSize,
+    Plan,
+    Tier,
+    Workload,
+    auto_plan,
+    fixed_plan,
+)
+from offload.scheduler.stream import Stream
+from offload.sizes import format_size
+from offload.store import WeightStore
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_PREFETCH = {"cuda": 2, "cpu": 1}
+CHUNKS = {"cuda": 16, "cpu": 8}  # disk requests in flight
+HOST_SHARE = 0.9  # of the free CPU memory, where the user names no limit
+DEVICE_SHARE = 0.95  # of the free GPU memory, likewise: the allocator needs air
+
+
+def run(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    device_map: str | Mapping[str, Any] = "auto",
+    max_memory: Mapping[Any, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str = "auto",
+    engine: str = "auto",
+    device: torch.device | str | int | None = None,
+    prefetch: int | None = None,
+    batch_size: int = 1,
+    max_length: int | None = None,
+    model_class: type | str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A transformers model that runs although it does not fit: its layers are streamed.
+
+    What comes back is the model class itself, in eval mode, with logits bit-equal to the plain
+    model on the same device. `generate`, `pipeline`, streamers and the rest of transformers work
+    on it. `model.offload` holds the plan, `report()` and `close()`; the model is a context manager
+    that closes itself.
+
+    Args:
+        model: a checkpoint folder (safetensors or .bin, single or sharded), a hub id (taken from
+            the local cache first), or a live PreTrainedModel, which is taken over: it is the same
+            object, and its layer weights move to the store.
+        device_map: where layers rest. "auto" fills the compute device, then CPU memory, and the
+            rest stays in files; "cpu" and "nvme" (or "disk") put every layer there; a dict maps
+            module names (a layer, a prefix, or a module outside the layers such as the embedding)
+            to 0, "cpu" or "nvme". Unlike accelerate, "cpu" says where weights rest: they are still
+            computed on `device`. What stands outside the layers stays on the compute device
+            unless it is named.
+        max_memory: bytes or text per place, {0: "20GiB", "cpu": "64GiB"}. The entry of a GPU
+            covers everything there: resident weights, slots, activations and KV cache. "cpu"
+            covers weights at rest and buffers for reads; where the CPU computes, it covers all
+            weights in memory. An explicit value overrides what is detected.
+        offload_folder: for packed weights, written only where names or numbers must change (a
+            cast, a live model). Default: a cache folder of the user ($OFFLOAD_HOME). Nothing is
+            ever written beside the checkpoint.
+        dtype: "auto" (as from_pretrained), a torch dtype or its name.
+        engine: "transformers" (the model's own modules), or "auto".
+        device: where layers run: "cpu", "cuda:1", ... Default: the current GPU, else the CPU.
+        prefetch: loads kept ahead of the layer in use; n need n + 1 slots, and a small budget
+            lowers n (the report says so).
+        batch_size, max_length: what "auto" keeps memory free for on a GPU: KV cache and
+            activations of that many sequences of that many tokens.
+        model_class: a class (or Auto class, or its name) other than the one config.json names.
+        revision, trust_remote_code, attn_implementation: as in from_pretrained.
+
+    Raises:
+        CheckpointError, MissingWeightError: damaged or incomplete files, before a weight is read.
+        UnsupportedError: a quantised checkpoint, or a model without layers.
+        BudgetError: memory or disk that cannot hold the least that is needed, with the numbers.
+        ValueError, TypeError: an argument, by name and value.
+    """
+    config = OffloadConfig(
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        engine=engine,
+        device=device,
+        prefetch=prefetch,
+        batch_size=batch_size,
+        max_length=max_length,
+    )
+    if isinstance(model, PreTrainedModel):
+        _check_live(model, config, model_class, revision)
+        return _offload(model, None, config)
+    folder = resolve_model(model, revision, trust_remote_code)
+    checkpoint = open_checkpoint(folder)
+    network = build_model(
+        checkpoint,
+        dtype=config.dtype,
+        model_class=model_class,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    return _offload(network, checkpoint, config)
+
+
+def _check_live(
+    model: PreTrainedModel, config: OffloadConfig, model_class: Any, revision: str | None
+) -> None:
+    if isinstance(getattr(model, "offload", None), Offload):
+        raise ValueError(
+            "this model is offloaded already; close() it and build it anew to offload it "
+            "differently"
+        )
+    if config.dtype != "auto":
+        raise ValueError(
+            f"dtype={config.dtype} with a live model: cast the model first (model.to(...))"
+        )
+    if model_class is not None or revision is not None:
+        raise ValueError(
+            "model_class and revision belong to a folder or hub id, not to a live model"
+        )
+    if getattr(model, "hf_device_map", None):
+        raise ValueError(
+            "this model was dispatched by accelerate (it has hf_device_map); load it without "
+            "device_map"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "this model has parameters on the meta device: there are no weights to take over"
+        )
+
+
+def _offload(
+    network: PreTrainedModel, checkpoint: Checkpoint | None, config: OffloadConfig
+) -> PreTrainedModel:
+    device = compute_device(config.compute)
+    own_tier = _own_tier_modules(network, config.tiers)
+    parts = take_apart(network, own_tier)
+    plan = _plan(parts, config, network)
+    layers, pack = _pack(parts, plan, checkpoint, config)
+    store = WeightStore(layers, plan, device)
+    try:
+        stream = Stream(store, plan.slots, _sites(parts, plan), plan.depth) if plan.slots else None
+        owner = PassOwner(stream, device, lambda: _explain_memory(plan))
+        install(parts, layers, plan, store, owner, device)
+        network.eval()
+        Offload(parts, plan, store, owner, device, pack)
+    except BaseException:
+        store.close()
+        if pack is not None:
+            pack.remove()
+        raise
+    return network
+
+
+def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> list[str]:
+    """Modules outside the layers that were given a tier by name."""
+    layers = find_layers(network)
+    modules = {name for name, _ in network.named_modules()}
+    unknown = [name for name in tiers if name not in modules]
+    if unknown:
+        raise ValueError(
+            f"device_map names modules that {type(network).__name__} does not have: "
+            f"{', '.join(map(repr, unknown))}; "
+            f"its layers are {next(iter(layers))!r} and so on"
+        )
+    inside = [n for n in tiers if any(n.startswith(f"{layer}.") for layer in layers)]
+    if inside:
+        raise ValueError(
+            f"device_map names parts of a layer: {', '.join(map(repr, inside))}; what moves is the "
+            f"whole layer"
+        )
+    return [
+        name
+        for name, tier in tiers.items()
+        if tier is not Tier.DEVICE
+        and name not in layers
+        and not any(layer.startswith(f"{name}.") or not name for layer in layers)
+        and any(True for _ in network.get_submodule(name).parameters())
+    ]
+
+
+def _plan(parts: ModelParts, config: OffloadConfig, network: PreTrainedModel) -> Plan:
+    sizes = [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers]
+    kind = config.compute.type
+    work = Workload(
+        outside_bytes=parts.outside_bytes,
+        reserve_bytes=_reserve(network, config),
+        depth=config.prefetch or DEFAULT_PREFETCH[kind],
+        max_chunks=CHUNKS[kind],
+    )
+    budget = _budget(config)
+    if not config.tiers:
+        plan = auto_plan(sizes, budget, work)
+    else:
+        plan = fixed_plan(
+            sizes, [_tier_of(p.layer.name, config.tiers) for p in parts.layers], budget, work
+        )
+    if config.asked_to_offload and not plan.streamed_bytes:
+        raise BudgetError(
+            f"device_map={config.device_map!r} asks for offloading, but none of the {len(sizes)} "
+            f"layers "
+            f"({format_size(sum(s.weight_bytes for s in sizes))}) was placed off the compute device"
+        )
+    return plan
+
+
+def _tier_of(layer: str, tiers: Mapping[str, Tier]) -> Tier:
+    """The tier of the longest name that is the layer or a prefix of it."""
+    found = [n for n in tiers if n == layer or n == "" or layer.startswith(f"{n}.")]
+    if not found:
+        raise ValueError(
+            f"device_map gives {layer!r} no place; name it, a prefix of it, or '' for everything "
+            f"else"
+        )
+    return tiers[max(found, key=len)]
+
+
+def _reserve(network: PreTrainedModel, config: OffloadConfig) -> int:
+    if config.compute.type == "cpu":
+        return 0  # there the budget is one of weights
+    shape = ModelShape.of(network.config)
+    length = config.max_length or min(shape.max_length, DEFAULT_LENGTH)
+    return shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize)
+
+
+def _budget(config: OffloadConfig) -> Budget:
+    cpu_found = int(host_memory_available() * HOST_SHARE)
+    cpu = config.memory.get("cpu", cpu_found)
+    if "cpu" in config.memory and cpu > cpu_found:
+        _warn_overridden("cpu", cpu, cpu_found)
+    if config.compute.type == "cpu":
+        gpus = [k for k in config.memory if k != "cpu" and k != 0]
+        if gpus:
+            raise ValueError(
+                f"max_memory names GPU {gpus[0]}, but the CPU computes (device={config.compute})"
+            )
+        return Budget(device=config.memory.get(0, cpu), cpu=cpu, shared=True)
+    index = config.compute.index
+    others = [k for k in config.memory if k not in ("cpu", index)]
+    if others:
+        raise ValueError(
+            f"max_memory names GPU {others[0]}, but the compute device is {config.compute}; one "
+            f"GPU computes"
+        )
+    found = int(torch.cuda.mem_get_info(config.compute)[0] * DEVICE_SHARE)
+    limit = config.memory.get(index, found)
+    if limit > found:
+        _warn_overridden(index, limit, found)
+    return Budget(device=limit, cpu=cpu)
+
+
+def _warn_overridden(key: int | str, asked: int, found: int) -> None:
+    warnings.warn(
+        f"max_memory[{key!r}] = {format_size(asked)} is more than the {format_size(found)} found "
+        f"free; taking your word for it",
+        stacklevel=5,
+    )
+
+
+def _pack(
+    parts: ModelParts, plan: Plan, checkpoint: Checkpoint | None, config: OffloadConfig
+) -> tuple[list[Layer], Pack | None]:
+    """The layers with every NVMe tensor in a file as plain bytes; and the pack that must go when
+    the model is closed.
+    """
+    layers = [part.layer for part in parts.layers]
+    wanted = [
+        layer if tier is Tier.NVME else Layer(layer.name, (), 0)
+        for layer, tier in zip(layers, plan.tiers, strict=True)
+    ]
+    if not any(needs_pack(layer) for layer in wanted):
+        return layers, None
+    home = Path(config.offload_folder or default_folder() / "packs")
+    if checkpoint is None:
+        pack = live_pack(home)
+    else:
+        key = checkpoint.fingerprint(
+            dtype=parts.model.dtype,
+            kind=type(parts.model).__name__,
+            transformers=transformers.__version__,
+        )
+        pack = Pack(home, key)
+    _log.info("packing %s into %s", type(parts.model).__name__, pack.folder)
+    try:
+        sources = pack.write(wanted)
+    except BaseException:
+        if checkpoint is None:
+            pack.remove()
+        raise
+    return [layer.with_sources(sources) for layer in layers], pack if checkpoint is None else None
+
+
+def _sites(parts: ModelParts, plan: Plan) -> list[int]:
+    """The layers in the order in which they are expected to run, one entry a place of use; resident
+    ones left out.
+    """
+    return [
+        index
+        for index, (part, tier) in enumerate(zip(parts.layers, plan.tiers, strict=True))
+        if tier is not Tier.DEVICE
+        for _ in part.modules
+    ]
+
+
+def _explain_memory(plan: Plan) -> str:
+    return (
+        f"offload: on the compute device stand {format_size(plan.outside_bytes)} outside the "
+        f"layers, {plan.count(Tier.DEVICE)} resident "
+        f"layers of {format_size(plan.weight_bytes(Tier.DEVICE))}, and {plan.slots} slots of "
+        f"{format_size(plan.slot_bytes)}; "
+        f"{format_size(plan.reserve_bytes)} was kept free for activations and KV cache. Lower the "
+        f"batch or the length, or pass the "
+        "batch_size and max_length that you use, or a smaller max_memory[0] or prefetch"
+    )

@@ -1,0 +1,153 @@
+"""What a user asks of `offload.run`, checked before anything is read or allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.memory_limits import parse_size
+from offload.scheduler.plan import Tier
+
+_TIER_NAMES = {"cpu": Tier.CPU, "nvme": Tier.NVME, "disk": Tier.NVME}
+ENGINES = ("auto", "transformers")
+MAX_PREFETCH = 64
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """The arguments of `offload.run`, in their final form. Raises ValueError or TypeError, naming
+    argument and value.
+    """
+
+    device_map: str | Mapping[str, Any] = "auto"
+    max_memory: Mapping[Any, int | str] | None = None
+    offload_folder: str | os.PathLike[str] | None = None
+    dtype: torch.dtype | str = "auto"
+    engine: str = "auto"
+    device: torch.device | str | int | None = None
+    prefetch: int | None = None
+    batch_size: int = 1
+    max_length: int | None = None
+    tiers: Mapping[str, Tier] = field(init=False)  # by module name; "" is every layer
+    memory: Mapping[int | str, int] = field(init=False)  # max_memory in bytes
+    compute: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compute", _compute_device(self.device))
+        object.__setattr__(self, "tiers", _tiers(self.device_map, self.compute))
+        object.__setattr__(self, "memory", _memory(self.max_memory))
+        object.__setattr__(self, "dtype", _dtype(self.dtype))
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {ENGINES}, got {self.engine!r}")
+        if self.prefetch is not None:
+            _check_int("prefetch", self.prefetch, 1, MAX_PREFETCH)
+        _check_int("batch_size", self.batch_size, 1, 1 << 20)
+        if self.max_length is not None:
+            _check_int("max_length", self.max_length, 1, 1 << 30)
+
+    @property
+    def asked_to_offload(self) -> bool:
+        """Whether the user named a tier other than the compute device."""
+        return any(tier is not Tier.DEVICE for tier in self.tiers.values())
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _compute_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is not a device: {error}") from error
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if chosen.type != "cuda":
+        raise ValueError(
+            f"device={device!r}: layers are streamed to 'cuda' devices or run on 'cpu'"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = chosen.index if chosen.index is not None else 0
+    if index >= count:
+        raise ValueError(
+            f"device={device!r}: this machine has {count} usable CUDA device(s); device='cpu' "
+            f"computes on the CPU"
+        )
+    return torch.device("cuda", index)
+
+
+def _tiers(device_map: str | Mapping[str, Any], compute: torch.device) -> dict[str, Tier]:
+    if isinstance(device_map, str):
+        if device_map == "auto":
+            return {}
+        if device_map in _TIER_NAMES:
+            return {"": _TIER_NAMES[device_map]}
+        raise ValueError(
+            f"device_map={device_map!r} is not known; use 'auto', 'cpu', 'nvme' (or 'disk'), or a "
+            f"dict of module names "
+            "to 0, 'cpu' or 'nvme'"
+        )
+    if not isinstance(device_map, Mapping):
+        raise TypeError(f"device_map must be a string or a dict, got {device_map!r}")
+    return {str(name): _tier(name, value, compute) for name, value in device_map.items()}
+
+
+def _tier(name: str, value: Any, compute: torch.device) -> Tier:
+    if isinstance(value, str) and value in _TIER_NAMES:
+        return _TIER_NAMES[value]
+    if isinstance(value, (int, torch.device)) or (
+        isinstance(value, str) and value.startswith("cuda")
+    ):
+        index = value if isinstance(value, int) else torch.device(value).index or 0
+        if compute.type == "cpu" and value == 0:
+            return Tier.DEVICE
+        if compute.type == "cuda" and index == compute.index:
+            return Tier.DEVICE
+        raise ValueError(
+            f"device_map[{name!r}]={value!r} is not the compute device ({compute}); one device "
+            f"computes, and others hold no layers"
+        )
+    raise ValueError(f"device_map[{name!r}]={value!r}: use 0, 'cpu' or 'nvme' (or 'disk')")
+
+
+def _memory(max_memory: Mapping[Any, int | str] | None) -> dict[int | str, int]:
+    if max_memory is None:
+        return {}
+    if not isinstance(max_memory, Mapping):
+        raise TypeError(
+            f"max_memory must be a dict such as {{0: '20GiB', 'cpu': '64GiB'}}, got {max_memory!r}"
+        )
+    sizes: dict[int | str, int] = {}
+    for key, value in max_memory.items():
+        if key != "cpu" and (isinstance(key, bool) or not isinstance(key, int) or key < 0):
+            raise ValueError(f"max_memory has the key {key!r}; keys are GPU numbers and 'cpu'")
+        try:
+            sizes[key] = parse_size(value)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"max_memory[{key!r}]: {error}") from error
+    return sizes
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype | str:
+    if isinstance(dtype, torch.dtype):
+        chosen: Any = dtype
+    elif dtype == "auto":
+        return "auto"
+    else:
+        chosen = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not 'auto' or a floating-point dtype of torch")
+    return chosen

@@ -1,0 +1,76 @@
+"""The sizes of a model that memory and time depend on, read from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+DEFAULT_LENGTH = 2048  # tokens, where the user names none and the model allows more
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Numbers of one decoder (or encoder); all counts, no bytes."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_width: int  # elements of keys plus values that one token leaves in one layer
+    vocabulary: int
+    max_length: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelShape:
+        """From a config of any family; names differ, and what is absent is derived."""
+        text = config.get_text_config(decoder=True)
+        hidden = _first(text, ("hidden_size", "d_model", "n_embd"), 0)
+        heads = _first(text, ("num_attention_heads", "num_heads", "n_head"), 1)
+        kv_heads = _first(text, ("num_key_value_heads", "num_kv_heads"), heads)
+        head_dim = _first(text, ("head_dim", "d_kv"), hidden // max(1, heads))
+        rank = _first(text, ("kv_lora_rank",), 0)
+        # Multi-head latent attention as transformers runs it keeps full keys and values.
+        key_dim = _first(text, ("qk_nope_head_dim",), 0) + _first(text, ("qk_rope_head_dim",), 0)
+        kv_width = (
+            heads * (key_dim + _first(text, ("v_head_dim",), 0))
+            if rank
+            else 2 * kv_heads * head_dim
+        )
+        return cls(
+            layers=_first(text, ("num_hidden_layers", "num_layers", "n_layer"), 1),
+            hidden=hidden,
+            intermediate=_first(
+                text, ("intermediate_size", "ffn_dim", "d_ff", "n_inner"), 4 * hidden
+            ),
+            heads=heads,
+            kv_width=kv_width,
+            vocabulary=_first(text, ("vocab_size",), 0),
+            max_length=_first(
+                text, ("max_position_embeddings", "n_positions", "seq_length"), DEFAULT_LENGTH
+            ),
+        )
+
+    def reserve_bytes(self, batch: int, length: int, itemsize: int) -> int:
+        """Bytes to keep free for `batch` sequences of `length` tokens: KV cache, activations of one
+        layer, logits.
+
+        A prompt of the whole length is assumed. The activations counted are those that are alive at
+        once in the widest place of a block: residual, normed input and the two wide tensors of the
+        MLP; queries, keys and values are narrower. Attention is taken to be fused (no score
+        matrix). Logits are those of one token a sequence, in fp32 too.
+        """
+        tokens = batch * length
+        kv = self.layers * self.kv_width * tokens * itemsize
+        activations = tokens * (3 * self.hidden + 2 * self.intermediate) * itemsize
+        logits = batch * self.vocabulary * (itemsize + 4)
+        return kv + activations + logits
+
+
+def _first(config: Any, names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return default

@@ -1,0 +1,186 @@
+"""The offloaded model: the transformers model itself, with `model.offload` beside its own
+attributes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from transformers import PreTrainedModel
+
+from offload.device import ComputeDevice
+from offload.errors import UnsupportedError
+from offload.measure import measure_rates
+from offload.models.hooked import NotCopied, PassOwner
+from offload.models.install import all_bindings
+from offload.models.parts import ModelParts
+from offload.pack import Pack
+from offload.report import Report
+from offload.scheduler.cost import Rates
+from offload.scheduler.plan import Plan, Tier
+from offload.store import WeightStore
+
+SMALL_MODEL = 1 << 30  # bytes streamed; below it rates are measured with less data
+
+
+class Offload(NotCopied):
+    """What offload knows of a model: `plan`, `report()`, `close()`."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        plan: Plan,
+        store: WeightStore,
+        owner: PassOwner,
+        device: ComputeDevice,
+        pack: Pack | None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        model = parts.model
+        self.plan = plan
+        self._name = f"{type(model).__name__} {model.name_or_path}".strip()
+        self._parts = parts
+        self._store = store
+        self._owner = owner
+        self._device = device
+        self._notes = notes
+        self._rates: Rates | None = None
+        self._release: Callable[[], None] = weakref.finalize(model, _release, owner, store, pack)
+        _become_offloaded(model, device.torch_device, parts, plan)
+        model.offload = self  # type: ignore[assignment]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the weights were released."""
+        return self._owner.closed
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers run."""
+        return self._device.torch_device
+
+    def rates(self) -> Rates:
+        """The rates that bound a pass, measured now if they were not before (a fraction of a
+        second).
+        """
+        if self._rates is None:
+            if self.closed or not self.plan.streamed_bytes:
+                return Rates()
+            files = self._store.nvme_files()
+            small = self.plan.streamed_bytes < SMALL_MODEL
+            self._rates = measure_rates(self._device, files, small=small)
+        return self._rates
+
+    def report(self) -> Report:
+        """What stands where, what bounds a pass, and what passes have cost so far; printable."""
+        owner, store = self._owner, self._store
+        stats = owner.stream.stats if owner.stream is not None else None
+        loads = stats.loads if stats is not None else []
+        pageable, reason = store.pageable_bytes
+        notes = [*self.plan.notes, *self._notes]
+        if pageable:
+            notes.append(
+                f"{pageable} bytes could not be pinned ({reason}); copies from them are slower"
+            )
+        return Report(
+            model=self._name,
+            engine="transformers",
+            engine_reason="the model's own modules",
+            device=str(self._device.torch_device),
+            plan=self.plan,
+            rates=self.rates(),
+            passes=owner.passes,
+            pass_seconds=owner.pass_seconds(),
+            loads=sum(loads),
+            loaded_bytes=sum(
+                n * s.weight_bytes for n, s in zip(loads, self.plan.layers, strict=False)
+            ),
+            pageable_bytes=pageable,
+            pageable_reason=reason,
+            io=store.describe_io(),
+            notes=tuple(notes),
+        )
+
+    def close(self) -> None:
+        """Release all weights, threads and files, and delete what was stored for a live model. A
+        forward raises from then on.
+        """
+        self._release()
+        for binding, placeholder in all_bindings(self._parts):
+            binding.module._parameters[binding.key] = placeholder
+        for part in self._parts.layers:
+            for module in part.modules:
+                close = getattr(module.forward, "close", None)
+                if close is not None:
+                    close()
+
+
+def _release(owner: PassOwner, store: WeightStore, pack: Pack | None) -> None:
+    owner.close()
+    store.close()
+    if pack is not None:
+        pack.remove()
+
+
+def _become_offloaded(
+    model: PreTrainedModel, device: torch.device, parts: ModelParts, plan: Plan
+) -> None:
+    """Give the object a class of its own, with the name and module of its old one."""
+    cls = type(model)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    model.__class__ = type(cls.__name__, (_OffloadedModel, cls), body)
+    compute: Any = device.index if device.type == "cuda" else "cpu"
+    names = {Tier.DEVICE: compute, Tier.CPU: "cpu", Tier.NVME: "disk"}
+    # The compute device comes first: transformers sends inputs to the first entry, and compiles
+    # over no entry of "cpu" or "disk".
+    model.hf_device_map = {  # type: ignore[assignment]
+        "": compute,
+        **{
+            part.layer.name: names[tier]
+            for part, tier in zip(parts.layers, plan.tiers, strict=True)
+            if tier is not Tier.DEVICE
+        },
+    }
+
+
+class _OffloadedModel(NotCopied, PreTrainedModel):
+    """What is different about an offloaded model, mixed in before the model's own class."""
+
+    offload: Offload
+
+    def __enter__(self) -> PreTrainedModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.offload.close()
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers run and inputs belong."""
+        return self.offload.device
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model itself, if it is there already and has that dtype; an offloaded model cannot be
+        moved or cast.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        here = (
+            device is None
+            or device == self.device
+            or (device.type == "cuda" == self.device.type and device.index is None)
+        )
+        if here and (dtype is None or dtype == self.dtype):
+            return self
+        _refuse_move()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        _refuse_move()
+
+
+def _refuse_move() -> NoReturn:
+    raise UnsupportedError(
+        "an offloaded model cannot be moved or cast: pass device= or dtype= to offload.run instead"
+    )

@@ -1,0 +1,158 @@
+"""A packed folder: the tensors whose names or numbers must change, written once in the form in
+which they are streamed.
+
+Each layer is one safetensors file whose data begins at a multiple of 4 KiB; any safetensors reader
+opens it. Files appear whole or not at all, the manifest last, so an interrupted pack is taken up
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload import safetensors_header
+from offload.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
+from offload.layout import Layer, TensorPlace
+from offload.lazy import Expression, Pieces
+from offload.reads import SECTOR
+
+MANIFEST = "manifest.json"
+_LIVE = "live-"
+_VERSION = 1
+_DTYPE_NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
+
+
+def needs_pack(layer: Layer) -> list[TensorPlace]:
+    """The tensors of a layer that cannot be streamed from where they are."""
+    return [p for p in layer.places if not isinstance(p.source, Pieces)]
+
+
+class Pack:
+    """A packed folder on disk. `folder / key` holds it; a key names exactly these weights in
+    exactly this form.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | Path, key: str) -> None:
+        self._home = Path(folder)
+        self.folder = self._home / key
+        self._key = key
+
+    def write(
+        self, layers: Sequence[Layer], progress: Callable[[str, int, int], None] | None = None
+    ) -> dict[str, Expression]:
+        """Write what `layers` need and say where each tensor lies now; what is there already is
+        kept.
+
+        Needed and free bytes are checked first. At most one tensor is in memory at a time. Several
+        processes may do this at once: one writes, the others wait and read.
+        """
+        jobs = [
+            (self.folder / f"layer-{i:05d}.safetensors", needs_pack(x))
+            for i, x in enumerate(layers)
+        ]
+        jobs = [(file, places) for file, places in jobs if places]
+        total = sum(p.nbytes for _, places in jobs for p in places)
+        check_folder(self._home)
+        self.folder.mkdir(exist_ok=True)
+        with lock(self.folder, "pack"):
+            remove_temporaries(self.folder)
+            missing = [(file, places) for file, places in jobs if not _holds(file, places)]
+            if missing:
+                needed = sum(p.nbytes + SECTOR for _, places in missing for p in places)
+                check_folder(self.folder, needed)
+                (self.folder / MANIFEST).unlink(missing_ok=True)
+            done = total - sum(p.nbytes for _, places in missing for p in places)
+            for file, places in missing:
+                _write_file(file, places)
+                done += sum(p.nbytes for p in places)
+                if progress is not None:
+                    progress(str(self.folder), done, total)
+            if missing or not (self.folder / MANIFEST).exists():
+                self._write_manifest([file for file, _ in jobs])
+        return {
+            name: Pieces((extent,), torch.Size(extent.shape), extent.dtype)
+            for file, _ in jobs
+            for name, extent in safetensors_header.read_header(str(file))[0].items()
+        }
+
+    def _write_manifest(self, files: Sequence[Path]) -> None:
+        content = {
+            "version": _VERSION,
+            "key": self._key,
+            "files": {f.name: f.stat().st_size for f in files},
+        }
+        with atomic_write(self.folder / MANIFEST) as stream:
+            stream.write(json.dumps(content, indent=1).encode())
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            sync_folder(self._home)
+
+
+def live_pack(folder: str | os.PathLike[str]) -> Pack:
+    """A pack for the weights of a live model: a folder of its own, to be removed when the model is
+    closed.
+    """
+    home = check_folder(folder)
+    _remove_orphans(home)
+    return Pack(home, f"{_LIVE}{os.getpid()}-{secrets.token_hex(6)}")
+
+
+def _remove_orphans(home: Path) -> None:
+    """Folders of live models whose process is gone; a process on another machine counts as alive
+    for a day.
+    """
+    for folder in home.glob(f"{_LIVE}*-*"):
+        pid = folder.name.removeprefix(_LIVE).split("-")[0]
+        age = _seconds_since_change(folder)
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and age > 24 * 3600:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _seconds_since_change(folder: Path) -> float:
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _holds(file: Path, places: Sequence[TensorPlace]) -> bool:
+    """Whether a whole file with these tensors is there already."""
+    if not file.exists():
+        return False
+    extents = safetensors_header.read_header(str(file))[0]
+    return {n: (e.dtype, tuple(e.shape)) for n, e in extents.items()} == {
+        p.name: (p.dtype, tuple(p.shape)) for p in places
+    }
+
+
+def _write_file(file: Path, places: Sequence[TensorPlace]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    # The format asks readers for no order, but wants every byte covered: place by place, no gaps.
+    for p in places:
+        header[p.name] = {
+            "dtype": _DTYPE_NAMES[p.dtype],
+            "shape": list(p.shape),
+            "data_offsets": [at, at + p.nbytes],
+        }
+        at += p.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % SECTOR)
+    with atomic_write(file) as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for p in places:
+            stream.write(p.source.read().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,137 @@
+"""What landed where, what a pass was predicted to cost, and what it did cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from offload.scheduler.cost import Rates, predict_pass
+from offload.scheduler.plan import Plan, Tier
+from offload.sizes import format_size
+
+_TIER_TEXT = {
+    Tier.DEVICE: "compute device",
+    Tier.CPU: "CPU memory",
+    Tier.NVME: "NVMe (files)",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts of one offloaded model; `str()` gives the table, `as_dict()` the same for machines.
+    Sizes are bytes.
+    """
+
+    model: str
+    engine: str
+    engine_reason: str
+    device: str
+    plan: Plan
+    rates: Rates
+    passes: int = 0
+    pass_seconds: Sequence[float] = ()
+    loads: int = 0
+    loaded_bytes: int = 0
+    pageable_bytes: int = 0
+    pageable_reason: str = ""
+    io: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """What the weights of one pass cost at the measured rates; None where nothing moves."""
+        return predict_pass(self.plan, self.rates)
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Median time of the latest passes."""
+        return statistics.median(self.pass_seconds) if self.pass_seconds else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Weight bytes that rest in files."""
+        return self.plan.weight_bytes(Tier.NVME)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Weight bytes that move in one pass."""
+        return self.plan.streamed_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Weight bytes that stay on the compute device."""
+        return self.plan.outside_bytes + self.plan.weight_bytes(Tier.DEVICE)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in plain types."""
+        return {
+            "model": self.model,
+            "engine": self.engine,
+            "engine_reason": self.engine_reason,
+            "device": self.device,
+            "tiers": {
+                t.value: {"layers": self.plan.count(t), "bytes": self.plan.weight_bytes(t)}
+                for t in Tier
+            },
+            "outside_bytes": self.plan.outside_bytes,
+            "slots": self.plan.slots,
+            "slot_bytes": self.plan.slot_bytes,
+            "prefetch": self.plan.depth,
+            "ring_bytes": self.plan.ring_bytes,
+            "reserve_bytes": self.plan.reserve_bytes,
+            "device_bytes": self.plan.device_bytes,
+            "streamed_bytes": self.streamed_bytes,
+            "rates": asdict(self.rates),
+            "predicted_pass_seconds": self.predicted_seconds,
+            "passes": self.passes,
+            "median_pass_seconds": self.median_seconds,
+            "loads": self.loads,
+            "loaded_bytes": self.loaded_bytes,
+            "pageable_bytes": self.pageable_bytes,
+            "io": dict(self.io),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        plan = self.plan
+        lines = [
+            f"{self.model}: engine {self.engine} ({self.engine_reason}), computing on "
+            f"{self.device}",
+            f"  {'where':<18}{'layers':>8}{'weights':>14}{'moved per pass':>18}",
+        ]
+        for tier in Tier:
+            nbytes = plan.weight_bytes(tier)
+            moved = 0 if tier is Tier.DEVICE else nbytes
+            lines.append(
+                f"  "
+                f"{_TIER_TEXT[tier]:<18}{plan.count(tier):>8}{format_size(nbytes):>14}{format_size(moved):>18}"
+            )
+        lines.append(
+            f"  {'outside the layers':<26}{format_size(plan.outside_bytes):>14}{format_size(0):>18}"
+        )
+        if plan.slots:
+            lines.append(
+                f"  {plan.slots} slots of {format_size(plan.slot_bytes)}, {plan.depth} loads "
+                f"ahead; "
+                f"{format_size(plan.ring_bytes)} for disk reads; "
+                f"{format_size(plan.reserve_bytes)} kept free for activations and KV cache"
+            )
+        lines.append(
+            f"  on the compute device: {format_size(plan.device_bytes)} of a budget of "
+            f"{format_size(plan.budget.device)}"
+        )
+        predicted = self.predicted_seconds
+        if predicted is not None:
+            lines.append(f"  bound of a pass: {predicted * 1e3:.1f} ms ({self.rates})")
+        median = self.median_seconds
+        if median is not None and predicted is not None:
+            lines.append(
+                f"  achieved: {self.passes} passes, median {median * 1e3:.1f} ms, "
+                f"{format_size(self.loaded_bytes)} moved, {predicted / median:.0%} of the bound"
+            )
+        elif median is not None:
+            lines.append(f"  achieved: {self.passes} passes, median {median * 1e3:.1f} ms")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
