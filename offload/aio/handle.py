@@ -13,7 +13,7 @@ from typing import Any
 
 from . import backends, regions
 from .engine import Shape, Ticket
-from .errors import AioClosedError, AioError, AlignmentError
+from .errors import AioClosedError, AioError, AlignmentError, BackendUnavailable
 from .file import AioFile
 from .future import IOFuture
 from .hints import transfer_hint
@@ -117,6 +117,14 @@ class AioHandle:
                 errno.EBADF, "write refused", filename=files.path, offset=offset,
                 length=span.nbytes, hint=transfer_hint(errno.EBADF, True, files.path),
             )  # fmt: skip
+        if files.direct < 0 and self._requested in ("libaio", "ctypes-libaio"):
+            raise BackendUnavailable(
+                f"native AIO cannot read through the page cache without blocking ({files.path!r} "
+                "is not open for O_DIRECT); use backend='auto' or 'threads' for this file",
+                self.describe()["tried"],
+                errno=errno.EOPNOTSUPP,
+                filename=files.path,
+            )
         fault = misaligned(files, span.address, offset, span.nbytes) if files.strict else None
         if fault is not None:
             raise AlignmentError(
