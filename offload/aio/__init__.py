@@ -5,6 +5,7 @@ from .errors import AioClosedError, AioError, AlignmentError, BackendUnavailable
 from .file import AioFile, open
 from .future import IOFuture
 from .handle import AioHandle
+from .probe import probe
 
 __all__ = [
     "AioClosedError",
@@ -19,4 +20,5 @@ __all__ = [
     "ShortReadError",
     "alloc",
     "open",
+    "probe",
 ]
