@@ -1,0 +1,164 @@
+"""Who imports whom: the parts stand on each other in one direction, and on no outsider's name."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT
+
+# Which parts a part may reach, directly or through modules that are no part themselves.
+MAY_REACH = {
+    "errors": set(),
+    "aio": set(),
+    "kernels": set(),
+    "scheduler": {"errors"},
+    "checkpoint": {"errors"},
+    "store": {"aio", "checkpoint", "errors", "scheduler"},
+    "models": {"aio", "checkpoint", "errors", "kernels", "scheduler", "store"},
+    "config": {"errors", "scheduler"},
+    "report": {"errors", "scheduler"},
+}
+MAY_REACH["api"] = set(MAY_REACH) | {"pack"}
+# These stand on everything, and nobody on them.
+TOP = {"", "__main__", "cli", "generate", "benchmark"}
+# What is no Python of this package: the scheduler decides, and leaves doing to others.
+OUTSIDE = {
+    "aio": {"transformers", "safetensors"},
+    "kernels": {"transformers", "safetensors"},
+    "scheduler": {"torch", "transformers", "safetensors", "numpy", "ctypes", "mmap"},
+    "checkpoint": {"transformers"},
+}
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+COMPILED = {"offload.aio._aio"}
+SOURCES = {module_name(file): file for file in sorted((ROOT / "offload").rglob("*.py"))}
+
+
+def imports(module: str) -> set[str]:
+    """Every module that this one imports, wherever in the file the import stands."""
+    found = set()
+    package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            # `from package import name` imports a module, or a name of the package itself.
+            modules = names & (SOURCES.keys() | COMPILED)
+            found |= modules
+            if names - modules:
+                found.add(base)
+    return found - {module}
+
+
+IMPORTS = {module: imports(module) for module in SOURCES}
+
+
+def part_of(module: str) -> str:
+    """The first name below `offload`: `offload.aio.handle` is of `aio`, `offload` itself of ``."""
+    return [*module.split("."), ""][1]
+
+
+def inside(modules: set[str]) -> set[str]:
+    return {module for module in modules if module.split(".")[0] == "offload"}
+
+
+def reached_from(part: str) -> dict[str, list[str]]:
+    """Every module that a part's modules lead to, with one way to it."""
+    ways = {module: [module] for module in SOURCES if part_of(module) == part}
+    queue = list(ways)
+    for module in queue:
+        for target in sorted(inside(IMPORTS.get(module, set())) - ways.keys()):
+            ways[target] = [*ways[module], target]
+            queue.append(target)
+    return ways
+
+
+@pytest.mark.parametrize("part", MAY_REACH)
+def test_parts_reach_only_what_stands_below(part: str) -> None:
+    named = MAY_REACH.keys() | TOP | {"pack"}
+    wrong = [
+        " -> ".join(way)
+        for module, way in reached_from(part).items()
+        if part_of(module) in named - MAY_REACH[part] - {part}
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", ["aio", "kernels"])
+def test_these_import_nothing_else_of_the_package(part: str) -> None:
+    outside = {
+        f"{module} -> {target}"
+        for module in SOURCES
+        if part_of(module) == part
+        for target in inside(IMPORTS[module])
+        if part_of(target) != part
+    }
+    assert outside == set()
+
+
+@pytest.mark.parametrize("part", OUTSIDE)
+def test_parts_know_no_more_of_the_world_than_they_need(part: str) -> None:
+    known = {
+        f"{module} -> {target}"
+        for module in SOURCES
+        if part_of(module) == part
+        for target in IMPORTS[module]
+        if target.split(".")[0] in OUTSIDE[part]
+    }
+    assert known == set()
+
+
+def test_only_the_top_imports_api() -> None:
+    importers = {part_of(module) for module in SOURCES if "offload.api" in IMPORTS[module]}
+    assert importers - {"api"} <= TOP
+
+
+def test_no_import_circles() -> None:
+    """No module leads back to itself, not even through an import inside a function."""
+    done: set[str] = set()
+
+    def circle(module: str, way: list[str]) -> list[str] | None:
+        if module in way:
+            return [*way[way.index(module) :], module]
+        if module not in done:
+            for target in sorted(inside(IMPORTS.get(module, set()))):
+                if found := circle(target, [*way, module]):
+                    return found
+            done.add(module)
+        return None
+
+    assert next((found for module in SOURCES if (found := circle(module, []))), None) is None
+
+
+def test_every_import_of_the_package_exists() -> None:
+    there = SOURCES.keys() | COMPILED
+    missing = {f"{m} -> {t}" for m in SOURCES for t in inside(IMPORTS[m]) - there}
+    assert missing == set()
+
+
+def test_transformers_pipeline_imports_in_the_repository_root() -> None:
+    """The names of the links at the root are also those of other people's packages."""
+    for link in ("aio", "scheduler", "kernels"):
+        path = ROOT / link
+        if os.path.lexists(path):
+            assert path.is_symlink() and path.is_dir(), f"{link} must be a link into offload/"
+    assert not list((ROOT / "kernels").glob("*.py")), "Hugging Face's `kernels` has this name"
+    code = "from transformers import pipeline; print(pipeline.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "transformers.pipelines"
