@@ -19,7 +19,7 @@ from .mapping import Mapping
 from .threads import ThreadEngine
 
 #: In the order in which "auto" tries them.
-BACKENDS = (*native.BACKENDS, "ctypes-libaio", "python-threads")
+BACKENDS: tuple[str, ...] = (*native.BACKENDS, "ctypes-libaio", "python-threads")
 ENVIRONMENT = "OFFLOAD_AIO_BACKEND"
 
 _log = logging.getLogger("offload.aio")

@@ -20,7 +20,7 @@ except ImportError as error:
     _aio = None
     WHY_NOT = f"the compiled extension is not there: {error}"
 
-BACKENDS = ("uring-fixed", "uring", "libaio", "threads")
+BACKENDS: tuple[str, ...] = ("uring-fixed", "uring", "libaio", "threads")
 
 
 class NativeEngine:

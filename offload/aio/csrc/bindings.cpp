@@ -100,6 +100,7 @@ PYBIND11_MODULE(_aio, m) {
 
     py::class_<BufferExporter>(m, "BufferExporter",
                                py::custom_type_setup([](PyHeapTypeObject* type) {
+                                   type->ht_type.tp_as_buffer = &type->as_buffer;
                                    type->as_buffer.bf_getbuffer = get_buffer;
                                    type->as_buffer.bf_releasebuffer = nullptr;
                                }))
