@@ -89,7 +89,10 @@ class CudaDevice:
         self._copies = torch.cuda.Stream(torch_device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        # The allocator may hand out what queued kernels still read; copies must not overtake them.
+        self._copies.wait_stream(torch.cuda.current_stream(self.torch_device))
+        return memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> None:
         with torch.cuda.stream(self._copies):

@@ -130,7 +130,12 @@ def _become_offloaded(
 ) -> None:
     """Give the object a class of its own, with the name and module of its old one."""
     cls = type(model)
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "from_pretrained": cls.from_pretrained,  # what it makes is a plain model
+    }
     model.__class__ = type(cls.__name__, (_OffloadedModel, cls), body)
     compute: Any = device.index if device.type == "cuda" else "cpu"
     names = {Tier.DEVICE: compute, Tier.CPU: "cpu", Tier.NVME: "disk"}

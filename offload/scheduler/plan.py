@@ -247,6 +247,8 @@ def _too_small(plan: Plan, budget: Budget) -> str:
         f"of {format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, "
         f"{plan.slots} slots of {format_size(plan.slot_bytes)}, "
         f"{format_size(plan.ring_bytes if budget.shared else 0)} for disk reads, "
+        f"{format_size(plan.cpu_bytes - plan.ring_bytes if budget.shared else 0)} of layers at rest "
+        "there, "
         f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], "
         f"or lower batch_size or "
         "max_length, or place the embedding on a tier of its own (device_map={...})"
