@@ -50,6 +50,20 @@ class Report:
         return statistics.median(self.pass_seconds) if self.pass_seconds else None
 
     @property
+    def achieved(self) -> str:
+        """What passes did cost, against the bound: one line."""
+        median, predicted = self.median_seconds, self.predicted_seconds
+        if median is None:
+            return "achieved: no pass so far"
+        text = f"achieved: {self.passes} passes, median {median * 1e3:.1f} ms"
+        if predicted is None:
+            return text
+        return (
+            f"{text}, {format_size(self.loaded_bytes)} moved, {predicted / median:.0%} of the "
+            f"bound ({predicted * 1e3:.1f} ms: {self.rates})"
+        )
+
+    @property
     def disk_bytes(self) -> int:
         """Weight bytes that rest in files."""
         return self.plan.weight_bytes(Tier.NVME)
@@ -125,13 +139,7 @@ class Report:
         predicted = self.predicted_seconds
         if predicted is not None:
             lines.append(f"  bound of a pass: {predicted * 1e3:.1f} ms ({self.rates})")
-        median = self.median_seconds
-        if median is not None and predicted is not None:
-            lines.append(
-                f"  achieved: {self.passes} passes, median {median * 1e3:.1f} ms, "
-                f"{format_size(self.loaded_bytes)} moved, {predicted / median:.0%} of the bound"
-            )
-        elif median is not None:
-            lines.append(f"  achieved: {self.passes} passes, median {median * 1e3:.1f} ms")
+        if self.passes:
+            lines.append(f"  {self.achieved}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""The program `offload`: its commands, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn, TextIO
+
+from offload.commands import COMMANDS
+from offload.version import __version__
+
+DEBUG = "OFFLOAD_DEBUG"  # set to 1 to see where an error came from
+FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports them
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(FAILED, f"offload: error: {message} (see `{self.prog} --help`)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="offload",
+        description="Run language models far larger than the GPU: their layers stream from CPU "
+        "memory or NVMe.",
+        epilog=f"An error is one line and exit code {FAILED}; {DEBUG}=1 shows where it came from.",
+    )
+    parser.add_argument("--version", action="version", version=f"offload {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    try:
+        args = build_parser().parse_args(argv)
+        _plain_messages()
+        code = args.execute(args)
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # argparse: --help, --version, a bad argument
+        return end.code if isinstance(end.code, int) else FAILED
+    except KeyboardInterrupt:
+        print("\noffload: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; the interpreter must not try to flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        if os.environ.get(DEBUG) == "1" or not _is_for_the_user(error):
+            traceback.print_exc()
+        print(f"offload: error: {_one_line(error)}", file=sys.stderr)
+        return FAILED
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message says it all; anything else is a fault of the program."""
+    if isinstance(error, (OSError, ValueError, ImportError, NotImplementedError, MemoryError)):
+        return True
+    from offload.errors import OffloadError
+
+    torch = sys.modules.get("torch")
+    return isinstance(error, OffloadError) or (
+        torch is not None and isinstance(error, torch.OutOfMemoryError)
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _plain_messages() -> None:
+    """Warnings and log records are for people here: no file names, no line numbers."""
+    logging.basicConfig(format="offload: %(levelname)s: %(message)s")
+    for level in (logging.WARNING, logging.ERROR):
+        logging.addLevelName(level, logging.getLevelName(level).lower())
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> Any:
+        print(f"offload: warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+
+    warnings.showwarning = show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

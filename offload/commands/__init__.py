@@ -1,0 +1,7 @@
+"""The commands of the program `offload`, one module each; torch is imported only where a command
+needs it.
+"""
+
+from offload.commands import run
+
+COMMANDS = (run,)

@@ -1,0 +1,71 @@
+"""Arguments that several commands take, from text to what `offload.run` takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return value
+
+
+def size(text: str) -> int:
+    """Bytes: 500MB, 20GiB."""
+    from offload.memory_limits import parse_size
+
+    try:
+        return parse_size(int(text) if text.isdigit() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def memory(text: str) -> tuple[int | str, int]:
+    """One entry of max_memory: cpu=64GiB, 0=20GiB."""
+    place, equals, amount = text.partition("=")
+    if not equals or not (place == "cpu" or place.isdigit()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not PLACE=SIZE; PLACE is 'cpu' or the number of a GPU, as in cpu=64GiB"
+        )
+    return (int(place) if place.isdigit() else place), size(amount)
+
+
+def device_map(text: str) -> str | dict[str, Any]:
+    """A name, or a JSON object of module names to 0, "cpu" or "nvme"."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        places = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    return dict(places)
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Where weights rest and where they are computed."""
+    group = parser.add_argument_group("placement")
+    group.add_argument(
+        "--device-map",
+        type=device_map,
+        default="auto",
+        metavar="WHERE",
+        help="auto (fill the GPU, then CPU memory, the rest stays in files), cpu, nvme, or a JSON "
+        'object such as \'{"": "nvme", "model.layers.0": 0}\' (default: auto)',
+    )
+    group.add_argument(
+        "--prefetch", type=positive, metavar="N", help="loads ahead of the layer in use"
+    )
+    group.add_argument(
+        "--device", metavar="DEVICE", help="where layers run: cuda:1, cpu, ... (default: the GPU)"
+    )
+    group.add_argument(
+        "--dtype", default=None, metavar="DTYPE", help="float16, bfloat16, float32, ..."
+    )

@@ -1,0 +1,238 @@
+"""`offload run`: a model answers a prompt, and says where its weights were and what that cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.commands.arguments import add_placement, memory, positive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the program."""
+    parser = commands.add_parser(
+        "run",
+        help="answer a prompt with a model that need not fit",
+        description="Answer a prompt with a model that need not fit. The text goes to standard "
+        "output as it is generated; where the weights are and what a pass costs, to standard "
+        "error.",
+    )
+    parser.set_defaults(execute=execute)
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="(default: read standard input)")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
+    text = parser.add_argument_group("text")
+    text.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
+    text.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="continue the prompt as it stands, even if the model has a chat template",
+    )
+    text.add_argument("--sample", action="store_true", help="draw tokens instead of the likeliest")
+    text.add_argument("--temperature", type=float, metavar="T", help="of --sample")
+    text.add_argument("--seed", type=int, metavar="N", help="of --sample")
+    text.add_argument(
+        "--json", action="store_true", help="print one JSON object, when done, instead of the text"
+    )
+    add_placement(parser)
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-memory",
+        type=memory,
+        action="append",
+        metavar="PLACE=SIZE",
+        help="a limit for 'cpu' or a GPU's number: cpu=64GiB, 0=20GiB; may be repeated",
+    )
+    limits.add_argument(
+        "--max-length",
+        type=positive,
+        metavar="N",
+        help="tokens that 'auto' keeps GPU memory free for (default: those of this run)",
+    )
+    limits.add_argument("--batch-size", type=positive, default=1, metavar="N", help="likewise")
+    limits.add_argument(
+        "--offload-folder", metavar="FOLDER", help="for weights that must be rewritten"
+    )
+    loading = parser.add_argument_group("loading")
+    loading.add_argument("--revision", metavar="REV", help="of a hub id")
+    loading.add_argument("--trust-remote-code", action="store_true")
+    loading.add_argument("--attn-implementation", metavar="NAME", help="sdpa, eager, ...")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Generate, and report before and after."""
+    _check_sampling(args)
+    prompt = _prompt(args)
+
+    from transformers.utils import logging
+
+    from offload.hub import resolve_model
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = resolve_model(args.model, args.revision, args.trust_remote_code)
+    tokenizer = _tokenizer(folder, args.trust_remote_code)
+    inputs = _encode(tokenizer, prompt, chat=not args.no_chat)
+    with _load(folder, args, inputs["input_ids"].shape[1]) as model:
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} does not generate text")
+        if not args.json:
+            print(model.offload.report(), end="\n\n", file=sys.stderr, flush=True)
+        result = _generate(model, tokenizer, inputs, args)
+        report = model.offload.report()
+    if args.json:
+        print(json.dumps({**result, "report": report.as_dict()}, ensure_ascii=False))
+    else:
+        sys.stdout.flush()
+        print(
+            "\n{tokens} tokens in {seconds:.2f} s, {tokens_per_second:.2f} tokens/s, the first "
+            "after {first_token_seconds:.2f} s".format_map(result),
+            file=sys.stderr,
+        )
+        print(report.achieved, file=sys.stderr)
+    return 0
+
+
+def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
+    import offload
+
+    return offload.run(
+        folder,
+        device_map=args.device_map,
+        max_memory=dict(args.max_memory or ()),
+        offload_folder=args.offload_folder,
+        dtype=args.dtype or "auto",
+        device=args.device,
+        prefetch=args.prefetch,
+        batch_size=args.batch_size,
+        max_length=args.max_length or length + args.max_new_tokens,
+        trust_remote_code=args.trust_remote_code,
+        attn_implementation=args.attn_implementation,
+    )
+
+
+def _generate(
+    model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The text, printed on the way unless JSON was asked for, and what it took."""
+    import torch
+    from transformers import TextStreamer
+
+    length = inputs["input_ids"].shape[1]
+    _check_length(model.config, length, args.max_new_tokens)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    temperature = {} if args.temperature is None else {"temperature": args.temperature}
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    first = _FirstToken()
+    start = time.perf_counter()
+    output = model.generate(
+        **inputs.to(model.device),
+        max_new_tokens=args.max_new_tokens,
+        do_sample=args.sample,
+        **temperature,
+        pad_token_id=_pad_token(tokenizer, model),
+        streamer=None if args.json else streamer,
+        logits_processor=[first],
+    )
+    seconds = time.perf_counter() - start
+    new = output[0] if model.config.is_encoder_decoder else output[0, length:]
+    return {
+        "text": tokenizer.decode(new, skip_special_tokens=True),
+        "prompt_tokens": length,
+        "tokens": len(new),
+        "seconds": seconds,
+        "first_token_seconds": first.time - start,
+        "tokens_per_second": len(new) / seconds,
+    }
+
+
+class _FirstToken:
+    """A logits processor that changes nothing and notes when the first token was known."""
+
+    time = float("nan")
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        if self.time != self.time:
+            scores[:1, :1].cpu()  # a GPU may be behind
+            self.time = time.perf_counter()
+        return scores
+
+
+def _check_sampling(args: argparse.Namespace) -> None:
+    if not args.sample and (args.temperature is not None or args.seed is not None):
+        raise ValueError("--temperature and --seed belong to --sample")
+    if args.temperature is not None and not args.temperature > 0:
+        raise ValueError(f"--temperature must be above zero, got {args.temperature}")
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        source, text = "--prompt", args.prompt
+    elif args.prompt_file is not None:
+        source = args.prompt_file
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source} is not UTF-8 text: {error}") from error
+    else:
+        source = "standard input"
+        if sys.stdin.isatty():
+            print("Prompt, then Ctrl-D:", file=sys.stderr)
+        text = sys.stdin.read()
+    if not text.strip():
+        raise ValueError(f"the prompt ({source}) is empty")
+    return text
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {reason}") from error
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Any:
+    if chat and tokenizer.chat_template:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    return inputs
+
+
+def _check_length(config: Any, prompt: int, new: int) -> None:
+    """A learnt position embedding ends in an index error that says nothing; others only degrade."""
+    text = config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions")
+    limit = next((v for n in names if isinstance(v := getattr(text, n, None), int)), None)
+    if limit is None or config.is_encoder_decoder or prompt + new <= limit:
+        return
+    says = f"{prompt} prompt tokens and {new} new ones are more than the model's {limit} positions"
+    if getattr(text, "rope_parameters", None) is None:
+        raise ValueError(f"{says}; lower --max-new-tokens or shorten the prompt")
+    print(f"offload: warning: {says}", file=sys.stderr)
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase, model: Any) -> int | None:
+    if tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    end = model.generation_config.eos_token_id
+    return end[0] if isinstance(end, list) else end
