@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -30,21 +31,26 @@ def measure_rates(device: ComputeDevice, files: Sequence[str], *, small: bool = 
     )
 
 
-def measure_link(device: ComputeDevice, nbytes: int = COPY_BYTES, repeats: int = 5) -> float:
-    """Bytes per second of pinned copies to the device, the median of `repeats`."""
+def measure_link(device: ComputeDevice, nbytes: int = COPY_BYTES, rounds: int = 5) -> float:
+    """Bytes per second of pinned copies of `nbytes` to the device: the median of `rounds`.
+
+    A round is four copies one after the other, so that its start and end weigh little.
+    """
+    copies = 4
     lock: Literal["auto", False] = "auto" if device.torch_device.type == "cuda" else False
     with aio.alloc(nbytes, lock=lock) as buffer, torch.inference_mode(False):
         source = buffer.tensor()
         target = device.allocate(nbytes)
         seconds = []
-        for _ in range(repeats + 1):
+        for _ in range(rounds + 1):
             device.synchronize(device.copied())
             start = time.perf_counter()
-            device.copy(target, source)
+            for _ in range(copies):
+                device.copy(target, source)
             device.synchronize(device.copied())
             seconds.append(time.perf_counter() - start)
         del source
-    return nbytes / sorted(seconds[1:])[repeats // 2]  # the first copy warms up
+    return copies * nbytes / statistics.median(seconds[1:])  # the first round warms up
 
 
 def measure_disk(files: Sequence[str], nbytes: int = DISK_BYTES) -> float:
