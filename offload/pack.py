@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from offload import safetensors_header
+from offload.chunk_writer import ChunkWriter
 from offload.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
 from offload.layout import Layer, TensorPlace
 from offload.lazy import Expression, Pieces
@@ -72,11 +73,13 @@ class Pack:
                 check_folder(self.folder, needed)
                 (self.folder / MANIFEST).unlink(missing_ok=True)
             done = total - sum(p.nbytes for _, places in missing for p in places)
-            for file, places in missing:
-                _write_file(file, places)
-                done += sum(p.nbytes for p in places)
-                if progress is not None:
-                    progress(str(self.folder), done, total)
+            if missing:
+                with ChunkWriter() as writer:
+                    for file, places in missing:
+                        _write_file(file, places, writer)
+                        done += sum(p.nbytes for p in places)
+                        if progress is not None:
+                            progress(str(self.folder), done, total)
             if missing or not (self.folder / MANIFEST).exists():
                 self._write_manifest([file for file, _ in jobs])
         return {
@@ -138,7 +141,7 @@ def _holds(file: Path, places: Sequence[TensorPlace]) -> bool:
     }
 
 
-def _write_file(file: Path, places: Sequence[TensorPlace]) -> None:
+def _write_file(file: Path, places: Sequence[TensorPlace], writer: ChunkWriter) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     # The format asks readers for no order, but wants every byte covered: place by place, no gaps.
@@ -152,7 +155,12 @@ def _write_file(file: Path, places: Sequence[TensorPlace]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % SECTOR)
     with atomic_write(file) as stream:
-        stream.write(len(text).to_bytes(8, "little"))
-        stream.write(text)
+        writer.begin(stream.name)
+        writer.write(_bytes(len(text).to_bytes(8, "little") + text))
         for p in places:
-            stream.write(p.source.read().reshape(-1).view(torch.uint8).numpy().data)
+            writer.write(p.source.read().reshape(-1).view(torch.uint8))
+        writer.finish()
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
