@@ -29,7 +29,10 @@ class Ticket(Protocol):
 
 
 class Engine(Protocol):
-    """One backend at work; it calls `on_done(token, ticket)` once for each request it was given."""
+    """One backend at work; it calls `on_done(token, ticket)` once for each request it was given.
+
+    `submit` and `poll` are called by one thread at a time.
+    """
 
     name: str
 

@@ -50,6 +50,8 @@ class AioHandle:
         )
         self._requested = backend
         self._pid = os.getpid()
+        # Around every call that submits or polls: a request must not be reported before it is
+        # known, nor claimed by its caller while another thread is about to report it.
         self._lock = threading.RLock()
         self._pending: dict[int, IOFuture] = {}
         # Ended since the last wait(), and not claimed by their own result(): their number, and
@@ -134,9 +136,9 @@ class AioHandle:
             )  # fmt: skip
         future = IOFuture(self._claim, self.backend, write, span, files, offset)
         token = next(_tokens)
-        self._engine.poll()
         with self._lock:
             self._usable()
+            self._engine.poll()
             self._pending[token] = future
             try:
                 future._ticket = self._engine.submit(
@@ -165,8 +167,8 @@ class AioHandle:
 
     def _claim(self, future: IOFuture) -> None:
         """A caller has taken this future's result: wait() neither counts nor raises it again."""
-        self._engine.poll()
         with self._lock:
+            self._engine.poll()
             if future._claimed:
                 return
             future._claimed = True
@@ -191,8 +193,8 @@ class AioHandle:
             if future._ticket is not None and not future._ticket.wait(left):
                 still = sum(not each.done() for each in pending)
                 raise TimeoutError(f"{still} requests have not ended after {timeout} s")
-        self._engine.poll()
         with self._lock:
+            self._engine.poll()
             count, failed = self._unclaimed, self._failed
             self._unclaimed, self._failed = 0, []
             self._waits += 1
@@ -218,8 +220,8 @@ class AioHandle:
 
     def stats(self) -> dict[str, int]:
         """Requests and bytes so far, what is in flight, and the engine's own counters."""
-        self._engine.poll()
         with self._lock:
+            self._engine.poll()
             return {**self._totals, "in_flight": len(self._pending), **self._engine.stats()}
 
     @property
@@ -243,7 +245,8 @@ class AioHandle:
             if future._ticket is not None:
                 future._ticket.wait(None)
         self._engine.close()
-        self._engine.poll()
+        with self._lock:
+            self._engine.poll()
         _handles.discard(self)
 
     def _shut_down(self) -> None:

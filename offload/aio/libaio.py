@@ -261,13 +261,7 @@ class _Queue:
     def _serve(self) -> None:
         while True:
             if not self._draining:
-                # With company, leave some of a request for the others.
-                most = self._depth if self._shape.parallelism == 1 else max(1, self._depth // 4)
-                while len(self._ready) < min(most, len(self._free)):
-                    transfer = self._lane.take(block=False)
-                    if transfer is None:
-                        break
-                    self._ready.append(transfer)
+                self._fill()
             self._submit()
             if len(self._free) == self._depth and not self._ready and self._lane.drained():
                 break
@@ -276,6 +270,15 @@ class _Queue:
         for page in self._pages:
             if page is not None:
                 page.close()
+
+    def _fill(self) -> None:
+        # With company, leave some of a request for the others.
+        most = self._depth if self._shape.parallelism == 1 else max(1, self._depth // 4)
+        while len(self._ready) < min(most, len(self._free)):
+            transfer = self._lane.take(block=False)
+            if transfer is None:
+                break
+            self._ready.append(transfer)
 
     def _submit(self) -> None:
         while self._ready and self._free:

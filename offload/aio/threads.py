@@ -33,19 +33,27 @@ class ThreadPool:
             thread.start()
 
     def _serve(self) -> None:
-        # Made at the first ragged end: most threads never need one.
-        bounce: Mapping | None = None
-        while (transfer := self._lane.take(block=True)) is not None:
-            if transfer.path == BOUNCE and bounce is None:
-                bounce = Mapping(max(transfer.request.align, PAGE))
-            left = settle(transfer, move(transfer, bounce))
-            self.calls += 1
-            if left is not None:
-                if left.again:
-                    time.sleep(0.005)
-                self._reroute(left)
-        if bounce is not None:
-            bounce.close()
+        bounce: list[Mapping] = []  # made at the first ragged end: most threads never need one
+        while self._serve_one(bounce):
+            pass
+        for page in bounce:
+            page.close()
+
+    def _serve_one(self, bounce: list[Mapping]) -> bool:
+        # In a frame of its own: a thread that waits must not hold on to its last transfer,
+        # and so to a file and a buffer.
+        transfer = self._lane.take(block=True)
+        if transfer is None:
+            return False
+        if transfer.path == BOUNCE and not bounce:
+            bounce.append(Mapping(max(transfer.request.align, PAGE)))
+        left = settle(transfer, move(transfer, bounce[0] if bounce else None))
+        self.calls += 1
+        if left is not None:
+            if left.again:
+                time.sleep(0.005)
+            self._reroute(left)
+        return True
 
     def owns_this_thread(self) -> bool:
         return threading.current_thread() in self._threads
