@@ -168,7 +168,8 @@ def _try_direct(files: Descriptors, flags: int) -> str:
     if not (stat.S_ISREG(kind) or stat.S_ISBLK(kind)):
         return "neither a regular file nor a block device"
     cache_only = _CACHE_ONLY.get(file_system_magic(files.buffered))
-    if cache_only:
+    # A block device's node may lie in a tmpfs; its bytes do not.
+    if cache_only and not stat.S_ISBLK(kind):
         return f"{cache_only} keeps its files in the page cache"
     alignment = statx_direct_alignment(files.buffered)
     if alignment == (0, 0):

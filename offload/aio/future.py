@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
-from .errors import AioError, ShortReadError, message_for
+from .errors import AioClosedError, AioError, ShortReadError, message_for
 from .hints import transfer_hint
 
 if TYPE_CHECKING:
@@ -35,12 +36,15 @@ class IOFuture:
         self.nbytes = span.nbytes
         self._hold: tuple[Span, Descriptors] | None = (span, files)
         self._ticket: Ticket | None = None
+        self._outcome: Any = None
+        self._pid = os.getpid()
         self._claimed = False
         self._wait_number = -1  # how many waits the handle had done when this ended
 
     def done(self) -> bool:
         """Whether the request has ended: well, with an error, or cancelled."""
-        return self._ticket is not None and self._ticket.done()
+        ticket = self._ticket
+        return self._outcome is not None or (ticket is not None and ticket.done())
 
     def cancel(self) -> bool:
         """Drop what has not reached the kernel; True where the request will end as cancelled.
@@ -48,7 +52,8 @@ class IOFuture:
         The future still ends only when what is in flight has ended: the drive may be writing
         into the buffer until then.
         """
-        return self._ticket is not None and self._ticket.cancel()
+        ticket = self._ticket
+        return ticket is not None and ticket.cancel()
 
     def result(self, timeout: float | None = None) -> int:
         """Wait for the request and return its bytes, which are all that were asked for.
@@ -56,9 +61,12 @@ class IOFuture:
         Raises AioError (ShortReadError where the file ended first), CancelledError after
         `cancel`, or TimeoutError if `timeout` seconds pass; the request then goes on.
         """
-        assert self._ticket is not None
-        if not self._ticket.wait(timeout):
+        if os.getpid() != self._pid:
+            raise AioClosedError(f"{self!r} belongs to the process this one was forked from")
+        ticket = self._ticket
+        if ticket is not None and not ticket.wait(timeout):
             raise TimeoutError(f"{self!r} has not ended after {timeout} s")
+        del ticket  # the error's traceback keeps this frame, and would keep the file open
         self._claim(self)
         error = self.error()
         if error is not None:
@@ -67,9 +75,8 @@ class IOFuture:
 
     def error(self) -> AioError | CancelledError | None:
         """The error of a request that has ended, or None if it succeeded."""
-        assert self._ticket is not None
-        outcome = self._ticket.outcome()
-        if outcome.kind == "ok":
+        outcome = self._outcome
+        if outcome is None or outcome.kind == "ok":
             return None
         if outcome.kind == "cancelled":
             return CancelledError(f"{self!r} was cancelled")
@@ -89,8 +96,13 @@ class IOFuture:
             **fields,
         )
 
+    def _begun(self, ticket: Ticket) -> None:
+        if self._outcome is None:
+            self._ticket = ticket
+
     def _let_go(self) -> None:
-        self._hold = None
+        # A caller may keep the future, or the traceback of its error, for long.
+        self._hold = self._ticket = None
 
     def __repr__(self) -> str:
         kind = "write" if self.write else "read"

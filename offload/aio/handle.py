@@ -141,8 +141,8 @@ class AioHandle:
             self._engine.poll()
             self._pending[token] = future
             try:
-                future._ticket = self._engine.submit(
-                    token, write, files, span.address, offset, span.nbytes
+                future._begun(
+                    self._engine.submit(token, write, files, span.address, offset, span.nbytes)
                 )
             except BaseException:
                 self._pending.pop(token, None)
@@ -154,6 +154,7 @@ class AioHandle:
         outcome = ticket.outcome()
         with self._lock:
             future = self._pending.pop(token)
+            future._outcome = outcome
             future._wait_number = self._waits
             self._unclaimed += 1
             kind = "writes" if future.write else "reads"
@@ -190,7 +191,8 @@ class AioHandle:
             pending = list(self._pending.values())
         for future in pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if future._ticket is not None and not future._ticket.wait(left):
+            ticket = future._ticket
+            if ticket is not None and not ticket.wait(left):
                 still = sum(not each.done() for each in pending)
                 raise TimeoutError(f"{still} requests have not ended after {timeout} s")
         with self._lock:
@@ -242,8 +244,9 @@ class AioHandle:
             self._closed = True
             pending = list(self._pending.values())
         for future in pending:
-            if future._ticket is not None:
-                future._ticket.wait(None)
+            ticket = future._ticket
+            if ticket is not None:
+                ticket.wait(None)
         self._engine.close()
         with self._lock:
             self._engine.poll()
