@@ -110,7 +110,8 @@ class Stream:
             self._link.finish(slot.load)
         except BaseException:
             slot.users -= 1
-            self._forget(index)
+            if slot.users == 0:
+                self._forget(index)
             raise
         return index
 
@@ -150,7 +151,9 @@ class Stream:
         if site is None:
             return
         wanted = [self._sites[site]]
-        for _ in range(self._depth):
+        for _ in self._sites:  # a layer of several sites takes one place, not several
+            if len(wanted) > self._depth:
+                break
             site = self._next[site]
             layer = self._sites[site]
             if layer not in wanted:
