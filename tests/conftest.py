@@ -7,6 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run: a failure that comes and goes teaches nobody.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("repeatable")
 
 # One-row products in MKL depend on the weight's address alignment unless a code path is fixed.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
