@@ -7,13 +7,11 @@ from offload.errors import CheckpointError, ModelNotFoundError
 from offload.weight_files import find_weight_files, read_config
 
 _ALWAYS = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt")
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges*")
 
 
 def resolve_model(
-    model: str | os.PathLike[str],
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    model: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False
 ) -> Path:
     """The checkpoint folder of `model`.
 
@@ -21,8 +19,8 @@ def resolve_model(
     cache is taken without any network; else it is downloaded, unless HF_HUB_OFFLINE=1.
     """
     name = os.fspath(model)
-    path = Path(name).expanduser()
-    if os.path.isdir(path):
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
         return path
     if os.path.isfile(path):
         raise NotADirectoryError(
@@ -34,9 +32,14 @@ def resolve_model(
             "(OWNER/NAME of letters, digits, '-', '_', '.'); give a checkpoint folder or a hub id"
         )
     cached = _cached_snapshot(name, revision)
-    if cached is not None and _is_complete(cached):
+    if cached is not None and _is_complete(cached, trust_remote_code):
         return cached
-    return _download(name, revision, trust_remote_code, cached)
+    try:
+        return _download(name, revision, trust_remote_code)
+    except Exception as error:  # the client lets through those of its HTTP library, which changes
+        if cached is not None and _has_weights(cached):  # and no tokenizer, maybe by design
+            return cached
+        raise _not_found(name, revision, cached, error) from error
 
 
 def _is_hub_id(name: str) -> bool:
@@ -68,48 +71,61 @@ def _partial_snapshot(repo_id: str, revision: str | None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _is_complete(snapshot: Path) -> bool:
+def _has_weights(snapshot: Path) -> bool:
     """Whether the snapshot has a config and all its weight files, by name."""
     if not (snapshot / "config.json").is_file():
         return False
     try:
         find_weight_files(snapshot, read_config(snapshot))
-    except (CheckpointError, FileNotFoundError):
+    except CheckpointError:
         return False
     return True
 
 
-def _download(
-    repo_id: str, revision: str | None, trust_remote_code: bool, cached: Path | None
-) -> Path:
+def _is_complete(snapshot: Path, trust_remote_code: bool) -> bool:
+    """Whether nothing is missing that a run may want."""
+    if not _has_weights(snapshot) or not any(any(snapshot.glob(name)) for name in _TOKENIZERS):
+        return False
+    wants_code = trust_remote_code and "auto_map" in read_config(snapshot)
+    return not wants_code or any(snapshot.glob("*.py"))
+
+
+def _download(repo_id: str, revision: str | None, trust_remote_code: bool) -> Path:
     """The snapshot, fetched: configuration, tokenizer, and weights in one format only."""
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
+
+    # Unlike a listing, this request is not tried again for half a minute without a network.
+    siblings = HfApi().model_info(repo_id, revision=revision).siblings or []
+    names = [file.rfilename for file in siblings]
+    has_safetensors = any("/" not in name and name.endswith(".safetensors") for name in names)
+    patterns = [*_ALWAYS, "*.safetensors" if has_safetensors else "pytorch_model*.bin"]
+    if trust_remote_code:
+        patterns.append("*.py")
+    return Path(
+        snapshot_download(
+            repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
+    )
+
+
+def _not_found(
+    repo_id: str, revision: str | None, cached: Path | None, error: Exception
+) -> ModelNotFoundError:
+    from huggingface_hub import constants
 
     at = f" at revision {revision!r}" if revision else ""
     command = f"hf download {repo_id}" + (f" --revision {revision}" if revision else "")
+    where = "it is neither a folder nor a hub id in the local cache"
+    if cached is not None:
+        where = f"the local cache holds only a part of it ({cached})"
     if constants.HF_HUB_OFFLINE:
-        if cached is not None:  # opening it says exactly what is missing
-            return cached
-        raise ModelNotFoundError(
-            f"no model {repo_id!r}{at}: it is neither a folder nor a hub id in the local cache "
-            f"({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE=1 forbids a download; "
-            f"run `{command}` where there is a network, or give a checkpoint folder"
-        )
-    try:
-        names = HfApi().list_repo_files(repo_id, revision=revision)
-        patterns = list(_ALWAYS)
-        has_safetensors = any("/" not in n and n.endswith(".safetensors") for n in names)
-        patterns.append("*.safetensors" if has_safetensors else "pytorch_model*.bin")
-        if trust_remote_code:
-            patterns.append("*.py")
-        folder = snapshot_download(
-            repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
-        )
-    except OSError as error:  # every error of the hub's client and of the disk
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFoundError(
-            f"no model {repo_id!r}{at}: it is neither a folder nor a hub id in the local cache "
-            f"({constants.HF_HUB_CACHE}), and fetching it from the hub failed ({reason}); check the "
-            f"name and the network and try `{command}`, or give a checkpoint folder"
-        ) from error
-    return Path(folder)
+        why = "HF_HUB_OFFLINE=1 forbids a download"
+        what = f"run `{command}` where there is a network"
+    else:
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        why = f"fetching it from the hub failed ({first})"
+        what = f"check the name and the network and try `{command}`"
+    return ModelNotFoundError(
+        f"no model {repo_id!r}{at}: {where} ({constants.HF_HUB_CACHE}), and {why}; "
+        f"{what}, or give a checkpoint folder"
+    )

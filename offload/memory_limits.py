@@ -136,7 +136,7 @@ def _inside(top: Path, mounted: str, path: str) -> Path:
     prefix = mounted.rstrip("/")
     if path == prefix or path.startswith(prefix + "/"):
         folder = top / path[len(prefix) :].lstrip("/")
-        if ".." not in folder.parts and folder.is_dir():
+        if ".." not in folder.parts:
             return folder
     return top
 

@@ -57,6 +57,7 @@ def assert_as_torch_loads(folder, weights_only=True):
         got = checkpoint.tensors[name].read()
         assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(raw(got), raw(tensor)), name
+        assert got.is_contiguous(), name
     return checkpoint
 
 
