@@ -17,7 +17,7 @@ _LFS_POINTER = b"version https://git-lfs"
 _INCOMPLETE = "the file is incomplete or damaged: download it again"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -147,13 +147,13 @@ def _extent(file: str, name: str, entry: Any, start: int) -> Extent:
         raise bad(f"its shape is {shape!r:.80}, not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise bad(f"its data_offsets are {offsets!r:.80}, not two byte positions")
-    if kind not in _DTYPES:
+    if kind not in DTYPES:
         why = "is packed below one byte an element" if kind in _SUB_BYTE else "is not known"
         raise UnsupportedError(
             f"{file}: tensor {name!r} has dtype {kind}, which {why} to this version; use a "
-            f"checkpoint in one of {', '.join(_DTYPES)}"
+            f"checkpoint in one of {', '.join(DTYPES)}"
         )
-    dtype = _DTYPES[kind]
+    dtype = DTYPES[kind]
     begin, end = offsets
     nbytes = math.prod(shape) * dtype.itemsize
     if end - begin != nbytes:
