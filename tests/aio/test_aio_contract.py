@@ -340,7 +340,7 @@ def test_more_than_two_gib_in_one_request(each_engine, tmp_path):
         for mark in marks:
             file.seek(mark)
             file.write(b"mark!"[: size - mark])
-    buffer = aio.alloc(size, lock=False)
+    buffer = aio.alloc(size, huge=False, lock=False)
     with aio.AioHandle(backend=each_engine) as handle:
         assert handle.pread(buffer, path) == size
     view = buffer.view()
