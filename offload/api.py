@@ -119,7 +119,7 @@ def run(
     )
     if isinstance(model, PreTrainedModel):
         _check_live(model, config, model_class, revision)
-        return _offload(model, None, config)
+        return offload_built(model, None, config)
     folder = resolve_model(model, revision, trust_remote_code)
     checkpoint = open_checkpoint(folder)
     network = build_model(
@@ -129,7 +129,7 @@ def run(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    return _offload(network, checkpoint, config)
+    return offload_built(network, checkpoint, config)
 
 
 def _check_live(
@@ -159,9 +159,13 @@ def _check_live(
         )
 
 
-def _offload(
+def offload_built(
     network: PreTrainedModel, checkpoint: Checkpoint | None, config: OffloadConfig
 ) -> PreTrainedModel:
+    """`network`, streamed as `config` says: the second half of `run`, for a model built already.
+
+    Its weights are LazyTensors, or real ones where `checkpoint` is None.
+    """
     device = compute_device(config.compute)
     own_tier = _own_tier_modules(network, config.tiers)
     parts = take_apart(network, own_tier)

@@ -2,6 +2,6 @@
 needs it.
 """
 
-from offload.commands import run
+from offload.commands import bench, run
 
-COMMANDS = (run,)
+COMMANDS = (run, bench)

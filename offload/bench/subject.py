@@ -1,0 +1,133 @@
+"""The model that is measured: a shape with random weights, or a checkpoint folder."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from offload.api import offload_built
+from offload.bench.files import drop_cache, weight_files
+from offload.bench.random_model import random_model, write_random_checkpoint
+from offload.bench.shapes import shape_config
+from offload.checkpoint import open_checkpoint, resolve_model
+from offload.config import OffloadConfig
+from offload.folder import default_folder
+from offload.lazy import LazyTensor
+from offload.models.build import build_model
+from offload.models.modules import find_layers, shared_buffers, shared_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a model's layers weigh; `active` counts the parameters that one token meets."""
+
+    layers: int
+    layer_bytes: int
+    layer_parameters: int
+    active_parameters: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Sizes:
+        """Of a model whose weights are real or lazy."""
+        layers = find_layers(model)
+        inside = [p for layer in layers.values() for p in layer.named_parameters()]
+        config = model.config.get_text_config(decoder=True)
+        chosen = getattr(config, "num_experts_per_tok", None) or 1
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        share = min(1.0, chosen / experts) if experts else 1.0
+        return cls(
+            layers=len(layers),
+            layer_bytes=sum(p.nbytes for _, p in inside),
+            layer_parameters=sum(p.numel() for _, p in inside),
+            active_parameters=int(
+                sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in inside)
+            ),
+            total_bytes=sum(p.tensor.nbytes for p in shared_parameters(model)),
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model; exactly one of `shape` and `folder` names it. `dtype` None is the checkpoint's."""
+
+    shape: str | None
+    folder: str | None
+    dtype: torch.dtype | None
+    device: torch.device  # where layers run, and where random weights are made
+
+    def __post_init__(self) -> None:
+        if (self.shape is None) == (self.folder is None):
+            raise ValueError("name either a shape or a checkpoint folder to measure")
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.shape or str(self.folder)
+
+    def build(self) -> PreTrainedModel:
+        """The model with lazy weights."""
+        if self.shape is not None:
+            return random_model(shape_config(self.shape, self._random_dtype), self.device)
+        checkpoint = open_checkpoint(resolve_model(self.folder or ""))
+        return build_model(checkpoint, dtype=self.dtype or "auto")
+
+    def offloaded(self, config: OffloadConfig) -> PreTrainedModel:
+        """The model under offload; random weights go straight to their tier."""
+        if self.folder is not None:
+            checkpoint = open_checkpoint(resolve_model(self.folder))
+            return offload_built(build_model(checkpoint, dtype=config.dtype), checkpoint, config)
+        return offload_built(self.build(), None, config)
+
+    def plain(self, place: torch.device) -> PreTrainedModel:
+        """The model as transformers alone would have it, all weights on `place`."""
+        model = self.build()
+        for shared in shared_parameters(model):
+            # Whether gradients are wanted decides which matrix product PyTorch takes on a CPU.
+            parameter = nn.Parameter(_real(shared.tensor, place), shared.tensor.requires_grad)
+            for b in shared.bindings:
+                b.module._parameters[b.key] = parameter
+        for shared in shared_buffers(model):
+            buffer = _real(shared.tensor, place)
+            for b in shared.bindings:
+                b.module._buffers[b.key] = buffer
+        return model.eval()
+
+    @contextlib.contextmanager
+    def on_disk(self, parent: str | None, keep: bool) -> Iterator[Subject]:
+        """The model as a checkpoint folder that no cache holds; one written here goes again."""
+        if self.folder is not None:
+            drop_cache(weight_files(resolve_model(self.folder)))
+            yield self
+            return
+        config = shape_config(self.shape or "", self._random_dtype)
+        home = Path(parent).expanduser() if parent else default_folder() / "bench"
+        folder = home / f"{self.shape}-{str(self._random_dtype).removeprefix('torch.')}"
+        stands = (folder / "config.json").exists()
+        try:
+            write_random_checkpoint(config, folder, self.device)
+            drop_cache(weight_files(folder))
+            yield Subject(None, str(folder), self._random_dtype, self.device)
+        finally:
+            if not keep and not stands:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _random_dtype(self) -> torch.dtype:
+        if self.dtype is not None:
+            return self.dtype
+        return torch.float16 if self.device.type == "cuda" else torch.float32
+
+
+def _real(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    value = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
+    if place.type == "cpu" and value.is_pinned():
+        return value.clone()  # ordinary memory, as any program would have it
+    return value.to(place)

@@ -1,0 +1,178 @@
+"""Throughput of one workload: under offload and under its peers, in one process, on the same
+weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.bench.bounds import copy_rates, read_rate
+from offload.bench.files import weight_files
+from offload.bench.memory import gpu_limit, gpu_peaks, host_peak, reset_peaks
+from offload.bench.peers import PEERS, Peer
+from offload.bench.result import Peaks, Result, Row, machine
+from offload.bench.subject import Sizes, Subject
+from offload.bench.workload import Timing, Workload, measure
+from offload.config import OffloadConfig
+from offload.scheduler.cost import Rates, predict_pass
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where weights rest and what may be used; the names are those of `offload.run`."""
+
+    device_map: str | dict[str, Any] = "cpu"  # or "resident": every layer on the compute device
+    gpu_memory: int | None = None
+    cpu_memory: int | None = None
+    prefetch: int | None = None
+    folder: str | None = None  # for a random checkpoint
+    keep: bool = False
+    peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [peer for peer in self.peers if peer not in PEERS]
+        if unknown:
+            raise ValueError(f"peer {unknown[0]!r} is not known; choose of {', '.join(PEERS)}")
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether every layer is read from a checkpoint in every pass."""
+        return self.device_map in ("nvme", "disk")
+
+    def config(self, subject: Subject, work: Workload) -> OffloadConfig:
+        """What `offload.run` would be asked for."""
+        limits: dict[int | str, int] = {}
+        if self.gpu_memory is not None and subject.device.type == "cuda":
+            limits[subject.device.index or 0] = self.gpu_memory
+        if self.cpu_memory is not None:
+            limits["cpu"] = self.cpu_memory
+        return OffloadConfig(
+            device_map={"": 0} if self.device_map == "resident" else self.device_map,
+            max_memory=limits or None,
+            offload_folder=self.folder,
+            dtype=subject.dtype or "auto",
+            device=subject.device,
+            prefetch=self.prefetch,
+            batch_size=work.batch,
+            max_length=work.prompt + work.gen,
+        )
+
+
+def run_throughput(subject: Subject, work: Workload, setup: Setup) -> Result:
+    """Measure offload, then every peer that was asked for."""
+    with _stored(subject, setup) as stored:
+        result, timing = _measure_offload(stored, work, setup)
+        result.model = subject.name
+        timings = {result.rows[0].peer: timing}
+        for name in setup.peers:
+            try:
+                row, timings[name] = _measure_peer(PEERS[name], stored, result, setup)
+                result.rows.append(row)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                result.notes.append(f"{name}: does not fit ({str(error).splitlines()[0]})")
+    if "resident" in timings:
+        for row in result.rows:
+            row.equal = _compare(timings[row.peer], timings["resident"])
+    return result
+
+
+@contextlib.contextmanager
+def _stored(subject: Subject, setup: Setup) -> Iterator[Subject]:
+    """The subject as a folder where files are what is measured."""
+    if not setup.reads_files:
+        yield subject
+        return
+    with subject.on_disk(setup.folder, setup.keep) as stored:
+        yield stored
+
+
+def _measure_offload(subject: Subject, work: Workload, setup: Setup) -> tuple[Result, Timing]:
+    device = subject.device
+    sizes = Sizes.of(subject.build())
+    files: Sequence[Path] = weight_files(Path(subject.folder or "")) if setup.reads_files else ()
+    links = copy_rates(device)
+    disks = [read_rate(files)] if files else []
+    reset_peaks(device)
+    with gpu_limit(device, setup.gpu_memory):
+        start = time.perf_counter()
+        model: Any = subject.offloaded(setup.config(subject, work))
+        load = time.perf_counter() - start
+        with model:
+            timing = measure(model, work, device)
+            peaks = Peaks(*gpu_peaks(device), host_peak())
+            report, plan = model.offload.report(), model.offload.plan
+            disks += [read_rate(files)] if files else []
+            links += copy_rates(device)
+    rates = Rates(
+        link=statistics.median(links), disk=statistics.median(disks) if disks else report.rates.disk
+    )
+    row = Row.of(
+        "offload",
+        _where(setup),
+        timing,
+        sizes,
+        work,
+        peaks,
+        load,
+        plan.streamed_bytes,
+        predict_pass(plan, rates),
+    )
+    result = Result(
+        model=subject.name,
+        sizes=sizes,
+        work=work,
+        dtype=str(model.dtype).removeprefix("torch."),
+        gpu_memory=setup.gpu_memory,
+        link_rates=links,
+        disk_rates=disks,
+        link_rate=statistics.median(links),
+        disk_rate=rates.disk,
+        placement=str(report),
+        rows=[row],
+        machine=machine(device),
+    )
+    return result, timing
+
+
+def _measure_peer(peer: Peer, subject: Subject, result: Result, setup: Setup) -> tuple[Row, Timing]:
+    device, work, sizes = subject.device, result.work, result.sizes
+    reset_peaks(device)
+    limit = setup.gpu_memory if peer.capped else None
+    start = time.perf_counter()
+    with gpu_limit(device, limit), peer.load(subject, setup.reads_files, setup.folder) as model:
+        load = time.perf_counter() - start
+        timing = measure(model, work, device)
+        peaks = Peaks(*gpu_peaks(device), host_peak())
+    streamed, bound = 0, None
+    if peer.streams:
+        streamed = sizes.layer_bytes
+        rate = result.disk_rate if setup.reads_files else result.link_rate
+        bound = streamed / rate if rate else None
+    where = _where(setup) if peer.streams else "resident"
+    return Row.of(peer.name, where, timing, sizes, work, peaks, load, streamed, bound), timing
+
+
+def _where(setup: Setup) -> str:
+    return setup.device_map if isinstance(setup.device_map, str) else "as given"
+
+
+def _compare(found: Timing, wanted: Timing) -> str:
+    """Whether two runs computed the same, in words."""
+    if found is wanted:
+        return "itself"
+    assert found.tokens is not None and wanted.tokens is not None
+    same = int((found.tokens == wanted.tokens).sum())
+    tokens = f"{same} of {wanted.tokens.numel()} tokens equal"
+    pairs = list(zip(found.logits, wanted.logits, strict=True))
+    if all(torch.equal(a, b) for a, b in pairs):
+        return f"{tokens}, logits equal"
+    difference = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+    return f"{tokens}, logits differ by {difference:.3g} at most"

@@ -1,0 +1,134 @@
+"""The work that every peer is given, and what it took: prefill, decode steps, tokens, logits."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+WARM_UP_PROMPT, WARM_UP_TOKENS = 32, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`batch` prompts of `prompt` random tokens, `gen` new tokens each, `repeat` times."""
+
+    batch: int = 32
+    prompt: int = 512
+    gen: int = 32
+    repeat: int = 1
+    seed: int = 0
+
+    def prompts(self, vocabulary: int, device: torch.device) -> torch.Tensor:
+        """Token ids [batch, prompt], the same on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
+        low = min(10, vocabulary - 1)  # special tokens come first
+        shape = (self.batch, self.prompt)
+        return torch.randint(low, vocabulary, shape, generator=generator).to(device)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds on the compute device, and what was computed."""
+
+    prefills: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+    tokens: torch.Tensor | None = None  # [batch, gen]
+    logits: list[torch.Tensor] = field(default_factory=list)  # [batch, vocabulary]: first and last
+
+    @property
+    def prefill(self) -> float:
+        """Median seconds from the call of `generate` to the first token."""
+        return statistics.median(self.prefills)
+
+    @property
+    def step(self) -> float | None:
+        """Median seconds of a decode step; None where a single token was made."""
+        return statistics.median(self.steps) if self.steps else None
+
+    @property
+    def total(self) -> float:
+        """Median seconds of the whole."""
+        return statistics.median(self.totals)
+
+
+class Clock:
+    """Points in time of the compute device: events on a GPU, where the host runs ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> Any:
+        """The point after everything issued so far."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """From one stamp to another; call `synchronize` first."""
+        if self._device.type == "cpu":
+            return stop - start
+        return start.elapsed_time(stop) / 1e3
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class _Stamps:
+    """A logits processor that changes nothing and notes when each token's scores were there."""
+
+    def __init__(self, clock: Clock, last: int) -> None:
+        self.stamps: list[Any] = []
+        self.scores: list[torch.Tensor] = []
+        self._clock, self._last = clock, last
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.stamps.append(self._clock.stamp())
+        if len(self.stamps) in (1, self._last):
+            self.scores.append(scores.clone())
+        return scores
+
+
+def measure(model: PreTrainedModel, work: Workload, device: torch.device) -> Timing:
+    """Warm up with two tokens after short prompts, then generate greedily `repeat` times."""
+    clock = Clock(device)
+    # No end token: every run makes all its tokens.
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    prompts = work.prompts(model.config.get_text_config(decoder=True).vocab_size, device)
+    short = prompts[:, : min(WARM_UP_PROMPT, work.prompt)].contiguous()
+    _generate(model, short, WARM_UP_TOKENS, None)
+    timing = Timing()
+    for _ in range(work.repeat):
+        stamps = _Stamps(clock, work.gen)
+        clock.synchronize()
+        start = clock.stamp()
+        output = _generate(model, prompts, work.gen, stamps)
+        stop = clock.stamp()
+        clock.synchronize()
+        times = [clock.seconds(start, t) for t in stamps.stamps]
+        timing.prefills.append(times[0])
+        timing.steps += [b - a for a, b in itertools.pairwise(times)]
+        timing.totals.append(clock.seconds(start, stop))
+        timing.tokens = output[:, work.prompt :].cpu()
+        timing.logits = [scores.cpu() for scores in stamps.scores]
+    return timing
+
+
+def _generate(model: Any, ids: torch.Tensor, new: int, stamps: _Stamps | None) -> torch.Tensor:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        logits_processor=[] if stamps is None else [stamps],
+    )

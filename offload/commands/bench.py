@@ -1,0 +1,94 @@
+"""`offload bench`: measure a model's throughput, the disk, or the link to the GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from offload.commands.arguments import add_placement, positive, size
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the program."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure throughput beside the bound of the same run",
+        description="Measure, beside the bound of the same run.",
+    )
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    _add_throughput(benchmarks)
+
+
+def _add_throughput(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "throughput",
+        help="prefill and decode of a model, streamed",
+        description="Prefill and decode of a model whose layers are streamed: seconds, tokens per "
+        "second, and the share of what pinned copies or direct reads reached in the same run. All "
+        "layers are streamed, each with random bytes of its own; what stands outside the layers "
+        "(embedding, head) stays on the compute device.",
+    )
+    parser.set_defaults(execute=_throughput)
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="random weights in the shape of a model, such as opt-13b; an unknown name lists them",
+    )
+    subject.add_argument("--model", metavar="FOLDER", help="a checkpoint folder or hub id")
+    work = parser.add_argument_group("work")
+    work.add_argument("--batch", type=positive, default=32, metavar="N")
+    work.add_argument("--prompt-len", type=positive, default=512, metavar="N")
+    work.add_argument("--gen-len", type=positive, default=32, metavar="N")
+    work.add_argument("--repeat", type=positive, default=1, metavar="N", help="take medians of N")
+    add_placement(parser)
+    parser.set_defaults(device_map="cpu")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--gpu-memory", type=size, metavar="SIZE", help="cap the GPU: 24GiB")
+    limits.add_argument("--cpu-memory", type=size, metavar="SIZE", help="for weights and buffers")
+    limits.add_argument("--folder", metavar="DIR", help="where a random checkpoint is written")
+    limits.add_argument("--keep", action="store_true", help="leave it there")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also measure: accelerate, or resident (plain transformers, all weights on the "
+        "compute device, not capped); may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _throughput(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from offload.bench.subject import Subject
+    from offload.bench.table import format_result
+    from offload.bench.throughput import Setup, run_throughput
+    from offload.bench.workload import Workload
+    from offload.config import OffloadConfig
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    checked = OffloadConfig(device=args.device, dtype=args.dtype or "auto")
+    dtype: Any = None if checked.dtype == "auto" else checked.dtype
+    subject = Subject(args.shape, args.model, dtype, checked.compute)
+    work = Workload(args.batch, args.prompt_len, args.gen_len, args.repeat)
+    setup = Setup(
+        device_map=args.device_map,
+        gpu_memory=args.gpu_memory,
+        cpu_memory=args.cpu_memory,
+        prefetch=args.prefetch,
+        folder=args.folder,
+        keep=args.keep,
+        peers=tuple(args.peer),
+    )
+    result = run_throughput(subject, work, setup)
+    if args.json:
+        print(json.dumps(result.as_dict()))
+    else:
+        print(result.placement, end="\n\n", file=sys.stderr)
+        print(format_result(result))
+    return 0
