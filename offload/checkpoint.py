@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder -> extents: where each tensor's bytes lie, read from headers only."""
+"""A Hugging Face checkpoint folder -> extents: where each tensor's bytes lie, by headers only."""
 
 import hashlib
 import json
@@ -113,6 +113,6 @@ def _check_index(weights: WeightFiles, tensors: dict[str, Extent]) -> None:
         wanted = os.fspath(weights.index.parent / shard)
         if name not in tensors or tensors[name].file != wanted:
             raise CheckpointError(
-                f"{weights.index} places tensor {name!r} in {shard}, but that file does not hold it; "
-                "index and shards belong to different versions: download the model again"
+                f"{weights.index} places tensor {name!r} in {shard}, but that file does not hold "
+                "it; index and shards belong to different versions: download the model again"
             )

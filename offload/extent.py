@@ -48,7 +48,7 @@ class Extent:
 
 
 def read_into(file: str, offset: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of `file` from `offset` on; a file that ends early is an error."""
+    """Fill `target` with the bytes of `file` from `offset` on; ending early is an error."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         done = 0

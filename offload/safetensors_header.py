@@ -1,4 +1,4 @@
-"""The header of a safetensors file -> the extents of its tensors, fully checked against the file."""
+"""The header of a safetensors file -> the extents of its tensors, checked against the file."""
 
 import json
 import math
@@ -70,8 +70,8 @@ def check_not_a_pointer(file: str, head: bytes) -> None:
     """Refuse the text stub that a clone without git-lfs leaves in place of a large file."""
     if head.startswith(_LFS_POINTER):
         raise CheckpointError(
-            f"{file} is a git-LFS pointer ({os.path.getsize(file)} bytes of text), not the weights; "
-            "run `git lfs pull` in its repository or download the file again"
+            f"{file} is a git-LFS pointer ({os.path.getsize(file)} bytes of text), not the "
+            "weights; run `git lfs pull` in its repository or download the file again"
         )
 
 
@@ -94,8 +94,8 @@ def _read_raw(file: str) -> tuple[int, bytes]:
             )
         if _LENGTH + length > size:
             raise CheckpointError(
-                f"{file}: its header should end at byte {_LENGTH + length}, but the file has {size} "
-                f"bytes; {_INCOMPLETE}"
+                f"{file}: its header should end at byte {_LENGTH + length}, but the file has "
+                f"{size} bytes; {_INCOMPLETE}"
             )
         stream.seek(_LENGTH)
         raw = stream.read(length)
@@ -172,8 +172,8 @@ def _check_cover(file: str, tensors: dict[str, Extent], start: int, size: int) -
         if extent.offset != position:
             how = "overlaps" if extent.offset < position else "leaves a hole after"
             raise CheckpointError(
-                f"{file}: tensor {name!r} at byte {extent.offset} {how} {before}, which ends at byte "
-                f"{position}; {_INCOMPLETE}"
+                f"{file}: tensor {name!r} at byte {extent.offset} {how} {before}, which ends at "
+                f"byte {position}; {_INCOMPLETE}"
             )
         position, before = extent.offset + extent.nbytes, f"tensor {name!r}"
     if end != size:

@@ -48,7 +48,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_not_quantised(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse a quantised checkpoint by the name of its method, before any weight file is touched."""
+    """Refuse a quantised checkpoint by its method's name, before any weight file is touched."""
     parts = [config] + [value for value in config.values() if isinstance(value, dict)]
     for part in parts:  # a composite model keeps the entry in its text_config
         for key in ("quantization_config", "compression_config"):

@@ -362,7 +362,7 @@ def test_hostile_pickles(tmp_path, body, message):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:invalid escape sequence")
 @FORMATS
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
