@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "MissingWeightError",
+    "ModelNotFoundError",
     "OffloadConfig",
     "OffloadError",
     "Plan",

@@ -22,6 +22,7 @@ import torch
 
 from offload import safetensors_header
 from offload.chunk_writer import ChunkWriter
+from offload.errors import OffloadError
 from offload.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
 from offload.layout import Layer, TensorPlace
 from offload.lazy import Expression, Pieces
@@ -132,10 +133,11 @@ def _seconds_since_change(folder: Path) -> float:
 
 
 def _holds(file: Path, places: Sequence[TensorPlace]) -> bool:
-    """Whether a whole file with these tensors is there already."""
-    if not file.exists():
+    """Whether a whole file with these tensors is there already; a damaged one is not."""
+    try:
+        extents = safetensors_header.read_header(str(file))[0]
+    except (OSError, OffloadError):
         return False
-    extents = safetensors_header.read_header(str(file))[0]
     return {n: (e.dtype, tuple(e.shape)) for n, e in extents.items()} == {
         p.name: (p.dtype, tuple(p.shape)) for p in places
     }
