@@ -4,7 +4,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,7 +70,16 @@ class Layer:
         places = (replace(p, source=sources.get(p.name, p.source)) for p in self.places)
         return replace(self, places=tuple(places))
 
-    def parameters(self, slot: torch.Tensor) -> list[nn.Parameter]:
-        """Parameters that lie in `slot`, one a place; made once a slot and used for every pass."""
+    def parameters(
+        self, slot: torch.Tensor, like: Sequence[nn.Parameter] | None = None
+    ) -> list[nn.Parameter]:
+        """Parameters that lie in `slot`, one a place; made once a slot and used for every pass.
+
+        They require gradients as those of `like` do: torch picks kernels by that flag.
+        """
+        flags = [p.requires_grad for p in like] if like is not None else [False] * len(self.places)
         with torch.inference_mode(False):
-            return [nn.Parameter(p.view(slot), requires_grad=False) for p in self.places]
+            return [
+                nn.Parameter(place.view(slot), requires_grad=flag)
+                for place, flag in zip(self.places, flags, strict=True)
+            ]

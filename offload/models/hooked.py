@@ -103,11 +103,24 @@ class _Forward(NotCopied):
         self._forward = forward
         self._owner = owner
 
+    def _without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Parameters require gradients as in the plain model (torch picks kernels by that flag), so
+        a graph that holds slots is avoided here.
+        """
+        _refuse_gradients(args, kwargs)
+        with torch.no_grad():
+            return self(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
 
 class PassForward(_Forward):
     """The forward of a module that contains layers: one pass, or part of one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return self._without_gradients(args, kwargs)
         owner = self._owner
         owner.enter()
         try:
@@ -148,7 +161,7 @@ class LayerForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _refuse_gradients(args, kwargs)
+            return self._without_gradients(args, kwargs)
         owner = self._owner
         owner.enter()
         try:

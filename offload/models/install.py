@@ -49,7 +49,7 @@ def install(
     site = 0
     for index, part in streamed:
         _leave(part)
-        parameters = [layers[index].parameters(slot) for slot in store.slots]
+        parameters = [layers[index].parameters(slot, part.placeholders) for slot in store.slots]
         for module in part.modules:
             module.forward = LayerForward(module.forward, owner, site, part, parameters)
             site += 1
@@ -73,7 +73,9 @@ def _place_resident(
     layer = Layer.lay_out(part.layer.name, [(p.name, p.source) for p in stored])
     memory = store.resident(layer)
     views = {p.name: p.view(memory) for p in layer.places}
-    for place, bindings in zip(part.layer.places, part.bindings, strict=True):
+    for place, bindings, placeholder in zip(
+        part.layer.places, part.bindings, part.placeholders, strict=True
+    ):
         with torch.inference_mode(False):
             value = views.get(place.name)
             if value is None:
@@ -83,7 +85,7 @@ def _place_resident(
                 if place.name in buffers:
                     b.module._buffers[b.key] = value
             if place.name not in buffers:
-                parameter = nn.Parameter(value, requires_grad=False)
+                parameter = nn.Parameter(value, requires_grad=placeholder.requires_grad)
                 for b in bindings:
                     b.module._parameters[b.key] = parameter
 

@@ -105,7 +105,10 @@ def _part(name: str, tensors: Sequence[Shared], users: Sequence[nn.Module]) -> P
     layer = Layer.lay_out(name, [(s.name, _expression(s.tensor)) for s in tensors])
     with torch.inference_mode(False):
         placeholders = [
-            nn.Parameter(torch.empty(s.tensor.shape, dtype=s.tensor.dtype, device="meta"), False)
+            nn.Parameter(
+                torch.empty(s.tensor.shape, dtype=s.tensor.dtype, device="meta"),
+                requires_grad=s.tensor.requires_grad,
+            )
             for s in tensors
         ]
     return Part(layer, tuple(users), tuple(s.bindings for s in tensors), placeholders)
