@@ -58,7 +58,7 @@ def python(folder: Path) -> None:
     includes = [pybind11.get_include(), sysconfig.get_paths()["include"]]
     subprocess.run(
         [compiler(), *FLAGS, "-fsanitize=address", "-shared", "-fPIC", "-fvisibility=hidden",
-         *(f"-I{path}" for path in includes), *map(str, sorted(SOURCES.glob("*.cpp"))),
+         *(f"-isystem{path}" for path in includes), *map(str, sorted(SOURCES.glob("*.cpp"))),
          "-o", str(extension)],
         check=True,
     )  # fmt: skip

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <system_error>
@@ -177,10 +178,12 @@ void run(const std::string& name, unsigned workers, bool overlap, int rounds) {
         for (std::thread& thread : threads) thread.join();
         // Closed with requests under way.
         const aio::File file = open_file(folder + "/data", O_RDONLY);
-        Buffer buffer(serials++);
+        std::vector<std::unique_ptr<Buffer>> buffers;
         std::vector<std::shared_ptr<aio::Request>> last;
         for (int i = 0; i < 20; ++i) {
-            last.push_back(engine.submit(serials++, false, file, buffer.data(), 0, kBufferBytes));
+            buffers.push_back(std::make_unique<Buffer>(serials++));
+            last.push_back(
+                engine.submit(serials++, false, file, buffers.back()->data(), 0, kBufferBytes));
             if (i % 2 == 0) last.back()->cancel();
         }
         engine.close();
