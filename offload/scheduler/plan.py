@@ -132,30 +132,37 @@ def auto_plan(layers: Sequence[LayerSize], budget: Budget, work: Workload) -> Pl
     least = _fit_depth(layers, streamed, budget, work)
     if least is None:
         raise BudgetError(_too_small(_assemble(layers, streamed, budget, work, 1), budget))
-    order = _spread(len(layers))
-    tiers = _promote(layers, streamed, order, Tier.DEVICE, budget, work, least.depth)
-    tiers = _promote(layers, tiers, order, Tier.CPU, budget, work, least.depth)
-    return _assemble(layers, tiers, budget, work, least.depth)
+    tiers = _promote(layers, streamed, Tier.DEVICE, budget, work, least.depth)
+    # With nothing left in files no memory is needed for disk reads: that is tried first.
+    no_files = [Tier.CPU if tier is Tier.NVME else tier for tier in tiers]
+    plan = _assemble(layers, no_files, budget, work, least.depth)
+    if not _holds(plan, budget):
+        tiers = _promote(layers, tiers, Tier.CPU, budget, work, least.depth)
+        plan = _assemble(layers, tiers, budget, work, least.depth)
+    _check_cpu(plan, budget)
+    return plan
 
 
 def _promote(
     layers: Sequence[LayerSize],
     tiers: Sequence[Tier],
-    order: Sequence[int],
     tier: Tier,
     budget: Budget,
     work: Workload,
     depth: int,
 ) -> list[Tier]:
     """Move layers from files to `tier` while the budget holds them, evenly over the model."""
+    holds = _device_holds if tier is Tier.DEVICE else _holds
     chosen = list(tiers)
-    for index in order:
-        if chosen[index] is not Tier.NVME:
-            continue
-        trial = [*chosen[:index], tier, *chosen[index + 1 :]]
-        plan = _assemble(layers, trial, budget, work, depth)
-        if _device_need(plan) <= _device_limit(budget) and _cpu_need(plan, budget) <= budget.cpu:
-            chosen = trial
+    before: list[Tier] = []
+    while chosen != before:  # a large layer that moves makes slots smaller: then others fit, too
+        before = list(chosen)
+        for index in _spread(len(layers)):
+            trial = [*chosen[:index], tier, *chosen[index + 1 :]]
+            if chosen[index] is Tier.NVME and holds(
+                _assemble(layers, trial, budget, work, depth), budget
+            ):
+                chosen = trial
     return chosen
 
 
@@ -165,7 +172,7 @@ def _spread(n: int) -> list[int]:
     """
     bits = max(1, (n - 1).bit_length())
     reversed_bits = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-    return [i for i in reversed_bits if i < n]
+    return list(dict.fromkeys(i * n >> bits for i in reversed_bits))
 
 
 def _fit_depth(
@@ -178,9 +185,7 @@ def _fit_depth(
         if depth == 0 and asked > 0:
             break  # without a second slot nothing overlaps: that is an error, not a plan
         plan = _assemble(layers, tiers, budget, work, depth)
-        if _device_need(plan) <= _device_limit(budget) and (
-            not budget.shared or _cpu_need(plan, budget) <= budget.cpu
-        ):
+        if _device_holds(plan, budget):
             return plan
     return None
 
@@ -225,13 +230,24 @@ def _cpu_need(plan: Plan, budget: Budget) -> int:
     return plan.cpu_bytes + (_device_need(plan) if budget.shared else 0)
 
 
+def _device_holds(plan: Plan, budget: Budget) -> bool:
+    """Whether the compute device has room; where it is the CPU, the CPU tier counts too."""
+    return _device_need(plan) <= _device_limit(budget) and (
+        not budget.shared or _cpu_need(plan, budget) <= budget.cpu
+    )
+
+
+def _holds(plan: Plan, budget: Budget) -> bool:
+    return _device_holds(plan, budget) and _cpu_need(plan, budget) <= budget.cpu
+
+
 def _check_cpu(plan: Plan, budget: Budget) -> None:
     if _cpu_need(plan, budget) > budget.cpu:
         raise BudgetError(
-            f"CPU memory: the layers placed there take {format_size(plan.cpu_bytes)} "
-            f"and the budget is {format_size(budget.cpu)}. Raise max_memory['cpu'], or place "
-            f"layers on 'nvme', or use "
-            "device_map='auto'"
+            f"CPU memory: the layers placed there take "
+            f"{format_size(plan.cpu_bytes - plan.ring_bytes)} and disk reads "
+            f"{format_size(plan.ring_bytes)}, and the budget is {format_size(budget.cpu)}. Raise "
+            "max_memory['cpu'], or place layers on 'nvme', or use device_map='auto'"
         )
 
 
@@ -247,8 +263,8 @@ def _too_small(plan: Plan, budget: Budget) -> str:
         f"of {format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, "
         f"{plan.slots} slots of {format_size(plan.slot_bytes)}, "
         f"{format_size(plan.ring_bytes if budget.shared else 0)} for disk reads, "
-        f"{format_size(plan.cpu_bytes - plan.ring_bytes if budget.shared else 0)} of layers at rest "
-        "there, "
+        f"{format_size(plan.cpu_bytes - plan.ring_bytes if budget.shared else 0)} of layers at "
+        "rest there, "
         f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], "
         f"or lower batch_size or "
         "max_length, or place the embedding on a tier of its own (device_map={...})"
