@@ -24,7 +24,7 @@ def offload_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """Threads that spin for a tiny product cost more than it does, most of all on a busy machine."""
+    """Threads that spin for a tiny product cost more than the product, on a busy machine most."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
