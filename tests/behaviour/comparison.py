@@ -114,7 +114,7 @@ def placement(
         return common | {"device_map": tier}
     if tier == "dict":
         return common | {"device_map": {"": "nvme", names[0]: 0, names[-1]: "cpu"}}
-    shallow = common | {"prefetch": min(depth, len(names) - 2)}
+    shallow = common | {"prefetch": min(depth, len(names) // 2)}
     with offload.run(folder, device_map="nvme", **shallow) as probe:
         plan = probe.offload.plan
     slot = plan.slot_bytes

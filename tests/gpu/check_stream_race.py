@@ -21,11 +21,11 @@ os.environ.setdefault("OFFLOAD_POISON", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-import offload  # noqa: E402
-from offload.device import CudaDevice  # noqa: E402
+import offload
+from offload.device import CudaDevice
 
 LAYERS = 24
 LONGEST = 200_000  # clock cycles of one sleep: about 0.1 ms

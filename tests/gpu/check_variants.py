@@ -84,8 +84,9 @@ def main() -> int:
             failed += [name] if result.startswith("FAILED") else []
             print(f"{name:<20} {time.perf_counter() - start:5.1f} s  {result}", flush=True)
     where = "CPU" if arguments.device == "cpu" else torch.cuda.get_device_name()
+    right = len(arguments.names) - len(failed)
     print(
-        f"{len(arguments.names) - len(failed)} of {len(arguments.names)} variants right on {where}, "
+        f"{right} of {len(arguments.names)} variants right on {where}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}"
         + (f"; failed: {', '.join(failed)}" if failed else "")
     )
