@@ -15,7 +15,7 @@ from offload.bench.shapes import model_class
 from offload.lazy import Deferred, LazyTensor
 
 STD = 0.02  # what these models are born with; nothing overflows float16 at any depth
-_COMPLETE = "offload_random_model.json"  # written last
+_MARKER = "offload_random_model.json"  # says what the folder holds, and whether it is whole
 
 
 def random_tensor(
@@ -85,17 +85,20 @@ def write_random_checkpoint(config: PreTrainedConfig, folder: Path, maker: torch
     """A checkpoint folder with the weights of `random_model`, one file a layer; a complete one is
     left as it is.
     """
-    facts = {"config": config.to_diff_dict(), "maker": maker.type, "torch": torch.__version__}
-    facts = json.loads(json.dumps(facts, default=str))
-    complete = folder / _COMPLETE
-    if complete.exists() and json.loads(complete.read_text()) == facts:
+    wanted = {"config": config.to_diff_dict(), "maker": maker.type, "torch": torch.__version__}
+    wanted = json.loads(json.dumps(wanted, default=str))
+    marker = folder / _MARKER
+    found = json.loads(marker.read_text()) if marker.exists() else {}
+    if found == {**wanted, "complete": True}:
         return
+    if not found and folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} holds something else; name another --folder, or remove it")
     from safetensors.torch import save_file
 
     from offload.folder import check_folder
 
     check_folder(folder, random_checkpoint_bytes(config))
-    complete.unlink(missing_ok=True)
+    marker.write_text(json.dumps({**wanted, "complete": False}))
     groups = list(_by_layer(tensor_shapes(config)))
     weight_map: dict[str, str] = {}
     for i, group in enumerate(groups, 1):
@@ -106,7 +109,7 @@ def write_random_checkpoint(config: PreTrainedConfig, folder: Path, maker: torch
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.save_pretrained(folder)
-    complete.write_text(json.dumps(facts))
+    marker.write_text(json.dumps({**wanted, "complete": True}))
 
 
 def _by_layer(shapes: dict[str, torch.Size]) -> Iterator[dict[str, torch.Size]]:

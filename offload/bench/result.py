@@ -11,9 +11,28 @@ import torch
 import transformers
 
 from offload.bench.subject import Sizes
+from offload.bench.table import format_table, number
 from offload.bench.workload import Timing, Workload
 from offload.memory_limits import host_memory_total
+from offload.sizes import format_size
 from offload.version import __version__
+
+_HEAD = (
+    "peer",
+    "weights",
+    "prefill s",
+    "TFLOP/s",
+    "step s",
+    "decode tok/s",
+    "total tok/s",
+    "GB a pass",
+    "GB/s",
+    "of bound",
+    "GPU GiB",
+    "reserved",
+    "host GiB",
+    "load s",
+)
 
 
 @dataclass(slots=True)
@@ -96,6 +115,26 @@ class Row:
         derived = {"streamed_rate": self.streamed_rate, "share_of_bound": self.share_of_bound}
         return {**asdict(self), **derived}
 
+    def cells(self) -> tuple[str, ...]:
+        """The columns of `_HEAD`."""
+        share = self.share_of_bound
+        return (
+            self.peer,
+            self.where,
+            number(self.prefill_seconds),
+            number(self.prefill_flops, 1e12),
+            number(self.step_seconds),
+            number(self.decode_tokens),
+            number(self.total_tokens),
+            number(self.streamed_bytes, 1e9),
+            number(self.streamed_rate, 1e9),
+            "-" if share is None else f"{share:.1%}",
+            number(self.gpu_allocated, 1 << 30),
+            number(self.gpu_reserved, 1 << 30),
+            number(self.host_peak, 1 << 30),
+            number(self.load_seconds),
+        )
+
 
 @dataclass
 class Result:
@@ -118,6 +157,26 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """All of it, in plain types."""
         return {**asdict(self), "rows": [row.as_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        """The rows, under what they were measured with and the bound of the same run."""
+        work, sizes, m = self.work, self.sizes, self.machine
+        where = m["gpu"] or f"{m['cpu_count']} CPU cores"
+        cap = f", GPU memory capped at {format_size(self.gpu_memory)}" if self.gpu_memory else ""
+        copies = "pinned copies" if m["gpu"] else "copies"
+        disk = f", direct reads {self.disk_rate / 1e9:.2f} GB/s" if self.disk_rate else ""
+        lines = [
+            f"{self.model}, {self.dtype}, batch {work.batch}, prompt {work.prompt}, {work.gen} new "
+            f"tokens{cap}; {where}, torch {m['torch']}, transformers {m['transformers']}",
+            f"{sizes.layers} layers of {format_size(sizes.layer_bytes)} in all, the whole model "
+            f"{format_size(sizes.total_bytes)}",
+            f"bound: {copies} {self.link_rate / 1e9:.2f} GB/s{disk}",
+            "",
+            *format_table([_HEAD, *(row.cells() for row in self.rows)]),
+        ]
+        lines += [f"{row.peer}: {row.equal}" for row in self.rows if row.equal]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

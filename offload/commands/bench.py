@@ -31,7 +31,7 @@ def _add_throughput(benchmarks: Any) -> None:
         "(embedding, head) stays on the compute device.",
     )
     parser.set_defaults(execute=_throughput)
-    subject = parser.add_mutually_exclusive_group(required=True)
+    subject = parser.add_mutually_exclusive_group()
     subject.add_argument(
         "--shape",
         metavar="NAME",
@@ -58,14 +58,31 @@ def _add_throughput(benchmarks: Any) -> None:
         help="also measure: accelerate, or resident (plain transformers, all weights on the "
         "compute device, not capped); may be repeated",
     )
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
+        "--overhead",
+        action="store_true",
+        help="instead: the Python cost of streaming a layer (shape tiny-deep unless named)",
+    )
+    other.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="instead: seconds from offload.run to the first token, with nothing in the page cache",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def _throughput(args: argparse.Namespace) -> int:
+    if args.shape is None and args.model is None:
+        if not args.overhead:
+            raise ValueError("name what to measure: --shape NAME or --model FOLDER")
+        args.shape = "tiny-deep"
+
     from transformers.utils import logging
 
+    from offload.bench.cold_start import measure_cold_start
+    from offload.bench.overhead import measure_overhead
     from offload.bench.subject import Subject
-    from offload.bench.table import format_result
     from offload.bench.throughput import Setup, run_throughput
     from offload.bench.workload import Workload
     from offload.config import OffloadConfig
@@ -85,10 +102,14 @@ def _throughput(args: argparse.Namespace) -> int:
         keep=args.keep,
         peers=tuple(args.peer),
     )
-    result = run_throughput(subject, work, setup)
-    if args.json:
-        print(json.dumps(result.as_dict()))
+    result: Any
+    if args.overhead:
+        result = measure_overhead(subject, setup)
+    elif args.cold_start:
+        result = measure_cold_start(subject, work, setup)
     else:
-        print(result.placement, end="\n\n", file=sys.stderr)
-        print(format_result(result))
+        result = run_throughput(subject, work, setup)
+        if not args.json:
+            print(result.placement, end="\n\n", file=sys.stderr, flush=True)
+    print(json.dumps(result.as_dict()) if args.json else result)
     return 0
