@@ -19,14 +19,14 @@ PACKAGED := pyproject.toml setup.py MANIFEST.in offload/version.py \
 NATIVE = $(shell find offload tests \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \
     -o -name '*.cu' -o -name '*.cuh' \))
 
-DEMO_PROMPT ?= What is the capital of France, and what is it known for?
+DEMO_PROMPT ?= Explain in two sentences why the sky is blue.
 DEMO_BUDGET ?= cpu=130MB
 
 demo: $(VENV)/.demo
 	@model=$$($(BIN)/python scripts/demo_model.py); \
 	set -x; \
 	$(BIN)/python -m offload run "$$model" --device-map nvme --max-memory $(DEMO_BUDGET) \
-	    --max-new-tokens 48 --prompt "$(DEMO_PROMPT)"
+	    --max-new-tokens 64 --prompt "$(DEMO_PROMPT)"
 
 # The main run comes last: its summary is what a reader of the log looks for.
 test: lint $(VENV)-$(OLDEST)/.ready
