@@ -1,6 +1,6 @@
 """Measures the GPU figures of the benchmark page, part by part, within a time limit.
 
-    PYTHONPATH=. python scripts/h200_figures.py --out results --seconds 540 --disk /some/folder opt-13b prefill
+    PYTHONPATH=. python scripts/h200_figures.py --out results --seconds 540 --disk /tmp/d prefill
 
 Every part is one run of `offload bench throughput` in a process of its own; its JSON goes to a line
 of results/PART.json, its messages to results/PART.log, and a table of all is printed last. A part
