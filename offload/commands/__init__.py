@@ -2,6 +2,6 @@
 needs it.
 """
 
-from offload.commands import bench, run
+from offload.commands import bench, info, run
 
-COMMANDS = (run, bench)
+COMMANDS = (run, info, bench)

@@ -1,0 +1,147 @@
+"""`offload info`: what this machine and this installation have, what of it is in use, and why not
+the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy")
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the program."""
+    parser = commands.add_parser(
+        "info",
+        help="what this machine has, and what of it is in use",
+        description="What this machine and this installation have, what of it is in use, and why "
+        "not the rest.",
+    )
+    parser.set_defaults(execute=execute)
+    parser.add_argument("--offload-folder", metavar="FOLDER", help="(default: the user's cache)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Look, and print."""
+    found = collect(args.offload_folder)
+    print(json.dumps(found) if args.json else "\n".join(_lines(found)))
+    return 0
+
+
+def collect(offload_folder: str | None = None) -> dict[str, Any]:
+    """All facts, in plain types."""
+    from offload import aio
+    from offload.build_report import build_report
+    from offload.version import __version__
+
+    return {
+        "offload": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "gpus": _gpus(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "memory": _memory(),
+        "offload_folder": _folder(offload_folder),
+        "io": aio.probe(),
+        "kernels": {
+            "in_use": None,
+            "reason": "this version has no kernels of its own: layers run the model's own modules",
+        },
+        "built": build_report(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
+        reason = f"torch {torch.__version__} ({built}) finds no GPU: layers run on the CPU"
+        return {"devices": [], "reason": reason}
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        devices.append({"index": index, "name": name, "free": free, "total": total})
+    return {"devices": devices, "reason": None}
+
+
+def _memory() -> dict[str, Any]:
+    import psutil
+
+    from offload.memory_limits import host_memory_available, host_memory_total
+
+    total, machine = host_memory_total(), psutil.virtual_memory().total
+    limit = "the machine" if total >= machine else f"a cgroup (the machine has {machine} bytes)"
+    return {"available": host_memory_available(), "total": total, "limit": limit}
+
+
+def _folder(offload_folder: str | None) -> dict[str, Any]:
+    from offload.folder import default_folder
+
+    folder = Path(offload_folder or default_folder()).expanduser().absolute()
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    disk = shutil.disk_usage(existing)
+    return {
+        "path": str(folder),
+        "exists": folder.is_dir(),
+        "writable": os.access(existing, os.W_OK),
+        "free": disk.free,
+        "total": disk.total,
+    }
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    from offload.sizes import format_size
+
+    memory, folder, io = found["memory"], found["offload_folder"], found["io"]
+    packages = ", ".join(f"{n} {v or '(not installed)'}" for n, v in found["packages"].items())
+    lines = [
+        f"offload {found['offload']}, Python {found['python']}, {found['system']}",
+        f"packages: {packages}",
+    ]
+    for gpu in found["gpus"]["devices"]:
+        lines.append(
+            f"GPU {gpu['index']}: {gpu['name']}, {format_size(gpu['free'])} of "
+            f"{format_size(gpu['total'])} free"
+        )
+    if found["gpus"]["reason"]:
+        lines.append(f"GPU: none; {found['gpus']['reason']}")
+    memlock = "no limit" if io["memlock"] is None else format_size(io["memlock"])
+    state = "" if folder["exists"] else ", not made yet"
+    lines += [
+        f"CPU: {found['cpu_count']} cores, {format_size(memory['available'])} of "
+        f"{format_size(memory['total'])} of memory available; the limit is that of "
+        f"{memory['limit']}; locked memory: {memlock}",
+        f"offload folder: {folder['path']}{state}, "
+        f"{'writable' if folder['writable'] else 'NOT writable'}, {format_size(folder['free'])} of "
+        f"{format_size(folder['total'])} free on its disk",
+        f"disk reads: {io['selected']}",
+    ]
+    for entry in io["backends"]:
+        use = "in use" if entry["backend"] == io["selected"] else "works, not needed"
+        lines.append(f"  {entry['backend']}: {use if entry['ok'] else entry['reason']}")
+    lines.append(f"kernels: none; {found['kernels']['reason']}")
+    for part, reason in found["built"].items():
+        lines.append(f"compiled part {part}: {'built' if reason is None else f'no; {reason}'}")
+    if not found["built"]:
+        lines.append("compiled parts: no record; the package runs from a plain source folder")
+    return lines
