@@ -6,6 +6,7 @@ from .file import AioFile, open
 from .future import IOFuture
 from .handle import AioHandle
 from .probe import probe
+from .tuning import tuned
 
 __all__ = [
     "AioClosedError",
@@ -21,4 +22,5 @@ __all__ = [
     "alloc",
     "open",
     "probe",
+    "tuned",
 ]

@@ -1,0 +1,1 @@
+"""The microbenchmarks behind `offload bench nvme` and `offload bench link`."""
