@@ -62,16 +62,16 @@ $(VENV)/.torch: scripts/make_venv.sh
 
 # The tests' environment holds the demo's too, so that neither sets up again after the other.
 $(VENV)/.test: $(VENV)/.torch $(PACKAGED)
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(BIN)/python -m pip install -qq -e '.[test]'
 	touch $(VENV)/.demo $@
 
 $(VENV)/.demo: $(VENV)/.torch $(PACKAGED)
-	$(BIN)/python -m pip install --quiet -e '.[demo]'
+	$(BIN)/python -m pip install -qq -e '.[demo]'
 	touch $@
 
 # An environment of its own for an older transformers; the package is imported from the folder, so
 # that what the main environment compiled serves here too.
 $(VENV)-%/.ready: scripts/make_venv.sh Makefile
 	scripts/make_venv.sh $(VENV)-$* $(PYTHON)
-	$(VENV)-$*/bin/python -m pip install --quiet transformers==$* psutil hypothesis pytest pytest-timeout
+	$(VENV)-$*/bin/python -m pip install -qq transformers==$* psutil hypothesis pytest pytest-timeout
 	touch $@
