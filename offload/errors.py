@@ -1,4 +1,4 @@
-"""The errors that offload raises; each message says what was wrong, with which value, and what to do."""
+"""The errors that offload raises; each message says what is wrong, which value, and what to do."""
 
 
 class OffloadError(Exception):
