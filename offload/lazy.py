@@ -36,6 +36,8 @@ class Pieces:
 
     def read(self) -> torch.Tensor:
         """The tensor, read now."""
+        if not self.extents:
+            return torch.empty(self.shape, dtype=self.dtype)
         if len(self.extents) == 1:
             return self.extents[0].read().view(self.dtype).reshape(self.shape)
         flat = [e.read().reshape(-1).view(torch.uint8) for e in self.extents]
@@ -173,7 +175,11 @@ def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
         return func(*real[0], **real[1])
     meta_kwargs = {**on_meta[1], **({"device": "meta"} if "device" in on_meta[1] else {})}
-    result = func(*on_meta[0], **meta_kwargs)
+    try:
+        result = func(*on_meta[0], **meta_kwargs)
+    except NotImplementedError:  # the result's shape depends on values
+        real = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
+        return func(*real[0], **real[1])
     if isinstance(result, torch.Tensor):
         return LazyTensor(Deferred(func, args, kwargs, None, result.shape, result.dtype))
     return [
@@ -199,19 +205,24 @@ def _to_copy(x: LazyTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) 
     )  # device and pinning are the placement's business
 
 
-def _view(x: LazyTensor, *args: Any) -> LazyTensor | None:
-    if not isinstance(x.expression, Pieces) or isinstance(args[0], torch.dtype):
-        return None
-    shape = torch.empty(x.shape, device="meta").view(*args).shape
-    return LazyTensor(replace(x.expression, shape=shape))
+def _reshaped(func: Any) -> Callable[..., LazyTensor | None]:
+    """The handler of an operation that changes the shape only; torch works the new one out."""
+
+    def handler(x: LazyTensor, *args: Any) -> LazyTensor | None:
+        if not isinstance(x.expression, Pieces):
+            return None
+        return LazyTensor(replace(x.expression, shape=func(_meta(x), *args).shape))
+
+    return handler
 
 
-def _unsqueeze(x: LazyTensor, dim: int) -> LazyTensor | None:
-    if not isinstance(x.expression, Pieces):
-        return None
-    return LazyTensor(
-        replace(x.expression, shape=torch.empty(x.shape, device="meta").unsqueeze(dim).shape)
-    )
+def _meta(x: LazyTensor) -> torch.Tensor:
+    """A tensor of this shape, on which torch checks arguments and works out shapes."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+_view = _reshaped(aten.view.default)
+_unsqueeze = _reshaped(aten.unsqueeze.default)
 
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyTensor | None:
@@ -239,27 +250,52 @@ def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyTensor | None:
 def _slice(
     x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> LazyTensor | None:
-    first, last, _ = slice(start, end).indices(x.shape[dim])
-    if (first, last, step) == (0, x.shape[dim], 1):
+    length = aten.slice.Tensor(_meta(x), dim, start, end, step).shape[dim]
+    if length == x.shape[dim]:
         return LazyTensor(x.expression)
-    if not isinstance(x.expression, Pieces) or step != 1 or math.prod(x.shape[:dim]) != 1:
+    if step != 1:
         return None
-    row = math.prod(x.shape[dim + 1 :]) * x.dtype.itemsize
-    last = max(first, last)
-    shape = torch.Size((*x.shape[:dim], last - first, *x.shape[dim + 1 :]))
-    return LazyTensor(Pieces(x.expression.cut(first * row, last * row), shape, x.dtype))
+    return _run(x, dim, slice(start, end).indices(x.shape[dim])[0], length)
 
 
-def _split(x: LazyTensor, size: int, dim: int = 0) -> list[LazyTensor] | None:
-    parts = [_slice(x, dim, at, at + size) for at in range(0, x.shape[dim], size)]
-    return None if any(p is None for p in parts) else [p for p in parts if p is not None]
+def _run(x: LazyTensor, dim: int, start: int, length: int) -> LazyTensor | None:
+    """`length` entries of `dim` from `start` on, where they are one run of bytes."""
+    dim %= len(x.shape)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    if not isinstance(x.expression, Pieces) or math.prod(before) != 1:
+        return None
+    row = math.prod(after) * x.dtype.itemsize
+    extents = x.expression.cut(start * row, (start + length) * row)
+    return LazyTensor(Pieces(extents, torch.Size((*before, length, *after)), x.dtype))
+
+
+def _split(x: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> list[LazyTensor] | None:
+    split = aten.split.Tensor if isinstance(sizes, int) else aten.split_with_sizes.default
+    parts: list[LazyTensor] = []
+    at = 0
+    for length in [part.shape[dim] for part in split(_meta(x), sizes, dim)]:
+        part = _run(x, dim, at, length)
+        if part is None:
+            return None
+        parts.append(part)
+        at += length
+    return parts
 
 
 def _select(x: LazyTensor, dim: int, index: int) -> LazyTensor | None:
-    row = _slice(x, dim, index % x.shape[dim], index % x.shape[dim] + 1)
-    if row is None or not isinstance(row.expression, Pieces):
-        return None
-    return _view(row, (*x.shape[:dim], *x.shape[dim + 1 :]))
+    shape = aten.select.int(_meta(x), dim, index).shape
+    row = _run(x, dim, index % x.shape[dim], 1)
+    return None if row is None else _view(row, shape)
+
+
+def _unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor] | None:
+    rows: list[LazyTensor] = []
+    for index in range(len(aten.unbind.int(_meta(x), dim))):
+        row = _select(x, dim, index)
+        if row is None:
+            return None
+        rows.append(row)
+    return rows
 
 
 def _clone(x: LazyTensor, *, memory_format: Any = None) -> LazyTensor:
@@ -275,9 +311,14 @@ _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _reshaped(aten.squeeze.default),
+    aten.squeeze.dim: _reshaped(aten.squeeze.dim),
+    aten.squeeze.dims: _reshaped(aten.squeeze.dims),
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
     aten.select.int: _select,
 }
