@@ -99,7 +99,7 @@ class _Forward(NotCopied):
     """Stands in for a module's `forward`; keeps its signature."""
 
     def __init__(self, forward: Callable[..., Any], owner: PassOwner) -> None:
-        functools.update_wrapper(self, forward)  # type: ignore[arg-type]
+        functools.update_wrapper(self, forward)
         self._forward = forward
         self._owner = owner
 
