@@ -98,27 +98,21 @@ def _resolve_class(
 def _guarded(cls: type[PreTrainedModel], folder: Path) -> type[PreTrainedModel]:
     """`cls` that refuses missing weights before it would allocate and invent them."""
 
-    def refuse(self: PreTrainedModel, missing_keys: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_missing(self, set(missing_keys), folder)
-        return cls._move_missing_keys_from_meta_to_device(self, missing_keys, *args, **kwargs)
+    def finalize(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
+        _check_loaded(model, info, folder)
+        return cls._finalize_model_loading(model, load_config, info)
 
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    if hasattr(cls, "_move_missing_keys_from_meta_to_device"):
-        body["_move_missing_keys_from_meta_to_device"] = refuse  # type: ignore[assignment]
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_finalize_model_loading": staticmethod(finalize),
+    }
     return type(cls.__name__, (cls,), body)
 
 
 def _check(model: PreTrainedModel, info: Any, folder: Path) -> None:
-    mismatched = _field(info, "mismatched_keys")
-    if mismatched:
-        rows = ", ".join(f"{n} (file {tuple(a)}, model {tuple(b)})" for n, a, b in mismatched)
-        raise CheckpointError(
-            f"{folder}: shapes in the files differ from those of config.json: {rows}"
-        )
-    errors = _field(info, "error_msgs") or _field(info, "conversion_errors")
-    if errors:
-        raise CheckpointError(f"{folder}: transformers could not convert the weights: {errors}")
-    _refuse_missing(model, set(_field(info, "missing_keys")), folder)
+    _check_loaded(model, info, folder)
     unexpected = _field(info, "unexpected_keys")
     if unexpected:
         _log.info("%s: tensors that the model does not use: %s", folder, sorted(unexpected))
@@ -131,19 +125,39 @@ def _check(model: PreTrainedModel, info: Any, folder: Path) -> None:
             )
 
 
+def _check_loaded(model: PreTrainedModel, info: Any, folder: Path) -> None:
+    """Refuse what transformers would repair by chance, or report in a table."""
+    mismatched = _field(info, "mismatched_keys")
+    if mismatched:
+        rows = ", ".join(
+            f"{n} (file {tuple(a)}, model {tuple(b)})" for n, a, b in sorted(mismatched)
+        )
+        raise CheckpointError(
+            f"{folder}: shapes in the files differ from those of config.json: {rows}"
+        )
+    if conversions := _field(info, "conversion_errors"):
+        raise MissingWeightError(
+            f"{folder}: the files hold only a part of what {', '.join(sorted(conversions))} is "
+            "made of (several tensors are merged into one, such as those of experts); the "
+            "checkpoint is incomplete: download the model again"
+        )
+    if errors := _field(info, "error_msgs"):
+        raise CheckpointError(f"{folder}: transformers could not load the weights: {errors}")
+    _refuse_missing(model, set(_field(info, "missing_keys")), folder)
+
+
 def _field(info: Any, name: str) -> Any:
     return info.get(name, ()) if isinstance(info, dict) else getattr(info, name, ())
 
 
 def _refuse_missing(model: PreTrainedModel, missing: set[str], folder: Path) -> None:
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     absent = sorted(
         name
         for name in missing
         if not isinstance(parameters.get(name), LazyTensor)
-        and not (name in tied and _tie_source_found(model, name, missing))
+        and not _found_by_tie(model, name, missing)
         and not any(re.search(pattern, name) for pattern in ignored)
     )
     if not absent:
@@ -164,9 +178,13 @@ def _refuse_missing(model: PreTrainedModel, missing: set[str], folder: Path) -> 
     )
 
 
-def _tie_source_found(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
-    source = model.all_tied_weights_keys[name]
-    return source not in missing
+def _found_by_tie(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
+    """Whether the files hold another name of the same tensor, be it source or target of the tie."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    source = tied.get(name, name)
+    return any(
+        other not in missing for other in (source, *(t for t, s in tied.items() if s == source))
+    )
 
 
 @contextmanager
