@@ -269,6 +269,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "looked up": lambda t: t["fused"][torch.tensor([3, 1, 1])],
     "other bits": lambda t: t["half"].view(torch.int16),
     "with a real tensor": lambda t: torch.cat([t["bias"], torch.arange(3.0)]),
+    "of two dtypes": lambda t: torch.cat([t["half"].flatten(), t["bias"]]),
     "like it": lambda t: torch.zeros_like(t["fused"]),
     "chosen by value": lambda t: t["bias"][t["bias"] > 0],
     "where it is not zero": lambda t: t["bias"].nonzero(),
