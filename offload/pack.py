@@ -48,6 +48,7 @@ class Pack:
         self._home = Path(folder)
         self.folder = self._home / key
         self._key = key
+        self._pid = os.getpid()
 
     def write(
         self, layers: Sequence[Layer], progress: Callable[[str, int, int], None] | None = None
@@ -99,7 +100,9 @@ class Pack:
             stream.write(json.dumps(content, indent=1).encode())
 
     def remove(self) -> None:
-        """Delete the folder."""
+        """Delete the folder; in a forked child that is left to the parent, which still reads it."""
+        if os.getpid() != self._pid:
+            return
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             sync_folder(self._home)
