@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -77,14 +78,13 @@ def _is_for_the_user(error: Exception) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r"^\[Errno \d+\] ", "", text)
 
 
 def _plain_messages() -> None:
     """Warnings and log records are for people here: no file names, no line numbers."""
-    logging.basicConfig(format="offload: %(levelname)s: %(message)s")
-    for level in (logging.WARNING, logging.ERROR):
-        logging.addLevelName(level, logging.getLevelName(level).lower())
+    logging.basicConfig(format="offload: %(message)s")
 
     def show(
         message: Warning | str,

@@ -53,3 +53,26 @@ def smollm2() -> Path:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a tokenizer of words "w3" to "w130" and a chat template."""
+    import variants
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, variants.VOCABULARY))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}w7 {{ m['content'] }} w8{% endfor %}"
+        "{% if add_generation_prompt %} w9{% endif %}"
+    )
+    folder = variants.save("llama", tmp_path_factory.mktemp("chat"))
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -102,7 +102,7 @@ def _folder(offload_folder: str | None) -> dict[str, Any]:
     disk = shutil.disk_usage(existing)
     return {
         "path": str(folder),
-        "exists": folder.is_dir(),
+        "is_folder": folder.is_dir() if folder.exists() else None,
         "writable": os.access(existing, os.W_OK),
         "free": disk.free,
         "total": disk.total,
@@ -126,7 +126,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["gpus"]["reason"]:
         lines.append(f"GPU: none; {found['gpus']['reason']}")
     memlock = "no limit" if io["memlock"] is None else format_size(io["memlock"])
-    state = "" if folder["exists"] else ", not made yet"
+    state = {True: "", False: " (a file!)", None: ", not made yet"}[folder["is_folder"]]
     lines += [
         f"CPU: {found['cpu_count']} cores, {format_size(memory['available'])} of "
         f"{format_size(memory['total'])} of memory available; the limit is that of "

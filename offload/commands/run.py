@@ -14,6 +14,8 @@ from offload.commands.arguments import add_placement, memory, positive
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
 
 def add_parser(commands: Any) -> None:
     """Add this command to the program."""
@@ -189,7 +191,7 @@ def _prompt(args: argparse.Namespace) -> str:
             print("Prompt, then Ctrl-D:", file=sys.stderr)
         text = sys.stdin.read()
     if not text.strip():
-        raise ValueError(f"the prompt ({source}) is empty")
+        raise ValueError(f"the prompt ({source}) is empty; see --prompt and --prompt-file")
     return text
 
 
@@ -198,6 +200,9 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
 
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        # Without any, transformers makes an empty one for some models.
+        raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:

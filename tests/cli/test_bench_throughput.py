@@ -1,0 +1,174 @@
+"""`offload bench throughput`: it measures what it says, on weights that are what it says."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.bench.bounds import read_rate
+from offload.bench.memory import gpu_limit
+from offload.bench.random_model import random_model, tensor_shapes
+from offload.bench.shapes import SHAPES, shape_config
+from offload.bench.subject import Sizes, Subject
+from offload.bench.throughput import _compare
+from offload.bench.workload import Timing, Workload, measure
+
+CPU = torch.device("cpu")
+WORK = ("--batch", 2, "--prompt-len", 8, "--gen-len", 3)
+
+
+def bench(program: Any, *arguments: object, shape: str = "tiny") -> dict[str, Any]:
+    named = ("bench", "throughput", "--shape", shape, "--device", "cpu")
+    done = program(*named, *WORK, *arguments, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-opt", "tiny-moe"])
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_offload_computes_what_the_resident_model_does(
+    program: Any, tmp_path: Path, shape: str, where: str
+) -> None:
+    options = ("--device-map", where, "--folder", tmp_path, "--peer", "resident")
+    found = bench(program, *options, shape=shape)
+    offloaded, resident = found["rows"]
+    assert offloaded["equal"] == "6 of 6 tokens equal to resident, logits equal"
+    assert offloaded["streamed_bytes"] == found["sizes"]["layer_bytes"]
+    assert resident["streamed_bytes"] == 0 and resident["share_of_bound"] is None
+    assert len(found["link_rates"]) == 20  # before and after
+    assert len(found["disk_rates"]) == (2 if where == "nvme" else 0)
+    rates = [statistics.median(r) for r in (found["link_rates"], found["disk_rates"]) if r]
+    bound = offloaded["streamed_bytes"] / min(rates)
+    assert offloaded["bound_seconds"] == pytest.approx(bound)
+    share = offloaded["bound_seconds"] / offloaded["step_seconds"]
+    assert offloaded["share_of_bound"] == pytest.approx(share)
+    assert list(tmp_path.iterdir()) == []  # the checkpoint went again
+
+
+def test_accelerate_runs_the_same_weights(program: Any) -> None:
+    pytest.importorskip("accelerate")
+    found = bench(program, "--peer", "accelerate", "--peer", "resident")
+    assert [row["peer"] for row in found["rows"]] == ["offload", "accelerate", "resident"]
+    assert "6 of 6 tokens equal" in found["rows"][1]["equal"]
+
+
+def test_the_table_has_a_line_for_every_peer(program: Any) -> None:
+    named = ("bench", "throughput", "--shape", "tiny", "--device", "cpu")
+    done = program(*named, *WORK, "--peer", "resident")
+    head = next(i for i, line in enumerate(done.out.splitlines()) if line.startswith("peer "))
+    names = [line.split()[0] for line in done.out.splitlines()[head + 1 : head + 3]]
+    assert names == ["offload", "resident"]
+    assert "bound: copies" in done.out and "outside the layers" in done.err
+
+
+def test_a_kept_checkpoint_serves_again_and_a_strange_folder_is_left_alone(
+    program: Any, tmp_path: Path
+) -> None:
+    options = ("--device-map", "nvme", "--folder", tmp_path)
+    bench(program, *options, "--keep")
+    (folder,) = tmp_path.iterdir()
+    written = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    bench(program, *options)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == written
+    (folder / "offload_random_model.json").unlink()
+    done = program("bench", "throughput", "--shape", "tiny", "--device", "cpu", *WORK, *options)
+    assert done.code == 2 and "holds something else" in done.err
+    assert len(list(folder.iterdir())) == len(written) - 1
+
+
+def test_a_folder_is_measured_as_it_is(program: Any, chat_model: Path) -> None:
+    done = program(
+        "bench", "throughput", "--model", chat_model, "--device", "cpu", *WORK,
+        "--device-map", "nvme", "--peer", "resident", "--json",
+    )  # fmt: skip
+    found = json.loads(done.out)
+    assert found["model"] == str(chat_model) and found["dtype"] == "float32"
+    assert "logits equal" in found["rows"][0]["equal"]
+
+
+def test_overhead_and_cold_start(program: Any, tmp_path: Path) -> None:
+    overhead = bench(program, "--overhead")
+    per_layer = overhead["streamed_seconds"] - overhead["resident_seconds"]
+    assert overhead["layer_seconds"] == pytest.approx(per_layer / 4)
+    assert overhead["link_bound_bytes"] > 0
+    cold = bench(program, "--cold-start", "--folder", tmp_path)
+    assert 0 < cold["run_seconds"] < cold["first_token_seconds"]
+    assert cold["weight_bytes"] == sum(s.numel() * 4 for s in tensor_shapes(tiny()).values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def tiny() -> Any:
+    return shape_config("tiny", torch.float32)
+
+
+def test_random_weights_depend_on_the_name_alone_and_are_nowhere_equal() -> None:
+    model = random_model(tiny(), CPU)
+    values = {name: p.read() for name, p in model.named_parameters()}
+    again = {name: p.read() for name, p in random_model(tiny(), CPU).named_parameters()}
+    assert all(torch.equal(values[name], again[name]) for name in values)
+    layers = [values[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(4)]
+    for i, a in enumerate(layers):
+        assert a.std() == pytest.approx(0.02, rel=0.1) and abs(a.mean()) < 0.002
+        assert not any(torch.equal(a, b) for b in layers[:i])
+    assert values["model.norm.weight"].mean() == pytest.approx(1.0, abs=0.02)
+
+
+def test_tied_weights_are_made_and_counted_once() -> None:
+    names = tensor_shapes(shape_config("tiny-opt", torch.float32))
+    assert "model.decoder.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("opt-13b", 12.6), ("llama-2-13b", 12.7), ("qwen2.5-14b", 13.2), ("mixtral-8x7b", 46.4)],
+)
+def test_shapes_have_the_layers_of_their_models(shape: str, billions: float) -> None:
+    sizes = Sizes.of(random_model(shape_config(shape, torch.float16), CPU))
+    assert sizes.layer_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sizes.layer_bytes == 2 * sizes.layer_parameters
+    active = sizes.active_parameters / sizes.layer_parameters
+    assert active == (pytest.approx(0.27, abs=0.01) if "mixtral" in shape else 1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_has_a_config(shape: str) -> None:
+    config = shape_config(shape, torch.float16)
+    assert config.hidden_size % config.num_attention_heads == 0
+
+
+def test_every_run_makes_all_its_tokens_and_times_each() -> None:
+    work = Workload(batch=3, prompt=5, gen=4, repeat=2)
+    timing = measure(Subject("tiny", None, torch.float32, CPU).plain(CPU), work, CPU)
+    assert timing.tokens is not None and timing.tokens.shape == (3, 4)
+    assert len(timing.prefills) == len(timing.totals) == 2
+    assert len(timing.steps) == 2 * 3
+    assert timing.total >= timing.prefill > 0
+
+
+def test_a_difference_is_told() -> None:
+    a = Timing(tokens=torch.tensor([[1, 2]]), logits=[torch.tensor([[1.0, 2.0]])])
+    b = Timing(tokens=torch.tensor([[1, 3]]), logits=[torch.tensor([[1.0, 2.5]])])
+    assert _compare(a, b) == "1 of 2 tokens equal to resident, logits differ by 0.5 at most"
+
+
+@pytest.mark.parametrize("size", [4096, (9 << 20) + 5])
+def test_the_plain_reader_reads_past_the_cache(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(size))
+    assert read_rate([file]) > 0
+    with pytest.raises(OSError, match="cannot read past the page cache"):
+        read_rate(["/proc/self/maps"])
+
+
+def test_the_gpu_limit_holds_and_is_lifted() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    device = torch.device("cuda", 0)
+    with gpu_limit(device, 1 << 30), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 << 30, dtype=torch.uint8, device=device)
+    torch.empty(2 << 30, dtype=torch.uint8, device=device)

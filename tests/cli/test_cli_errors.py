@@ -1,0 +1,102 @@
+"""What goes wrong is one line on standard error, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUN = ("run", "MODEL", "--prompt", "w5")
+CAST = ("--dtype", "bfloat16", "--device-map", "nvme")
+BENCH = ("bench", "throughput", "--shape", "tiny")
+
+CASES: dict[tuple[str, ...], str] = {
+    (): "required: COMMAND",
+    ("frob",): "'frob'",
+    ("run",): "required: MODEL",
+    ("run", "/no/such/folder", "--prompt", "x"): "'/no/such/folder'",
+    ("run", "nobody/nothing", "--prompt", "x"): "hf download nobody/nothing",
+    ("run", "EMPTY", "--prompt", "x"): "no config.json",
+    ("run", "ENCODER", "--prompt", "w5"): "no tokenizer",
+    ("run", "MODEL", "--prompt-file", "/no/such"): "No such file or directory: '/no/such'",
+    ("run", "MODEL", "--prompt-file", "BINARY"): "is not UTF-8 text",
+    ("run", "MODEL", "--prompt", "  "): "the prompt (--prompt) is empty",
+    (*RUN, "--prompt-file", "BINARY"): "not allowed with argument",
+    (*RUN, "--max-memory", "20GiB"): "'20GiB' is not PLACE=SIZE",
+    (*RUN, "--max-memory", "disk=1GB"): "'disk=1GB' is not PLACE=SIZE",
+    (*RUN, "--max-memory", "cpu=lots"): "the size 'lots' is not understood",
+    (*RUN, "--device-map", "gpu"): "device_map='gpu' is not known",
+    (*RUN, "--device-map", "{bad"): "'{bad' is not valid JSON",
+    (*RUN, "--device-map", '{"nope": "cpu"}'): "does not have: 'nope'",
+    (*RUN, "--dtype", "int8"): "dtype='int8'",
+    (*RUN, "--device", "tpu"): "device='tpu' is not a device",
+    (*RUN, "--max-new-tokens", "0"): "'0' is not a whole number above zero",
+    (*RUN, "--prefetch", "1.5"): "'1.5' is not a whole number above zero",
+    (*RUN, "--temperature", "2"): "belong to --sample",
+    (*RUN, "--sample", "--temperature", "0"): "--temperature must be above zero, got 0.0",
+    (*RUN, "--offload-folder", "BINARY", *CAST): "is a file",
+    ("bench",): "required: BENCHMARK",
+    ("bench", "throughput"): "--shape NAME or --model FOLDER",
+    ("bench", "throughput", "--shape", "opt-13z"): "choose one of tiny, ",
+    ("bench", "throughput", "--model", "/no/such/folder"): "'/no/such/folder'",
+    (*BENCH, "--peer", "fast"): "peer 'fast' is not known; choose of accelerate, resident",
+    (*BENCH, "--gpu-memory", "1Gb"): "'1Gb' is ambiguous",
+    (*BENCH, "--cpu-memory", "1KB"): "1000 B on CPU memory",
+    (*BENCH, "--overhead", "--cold-start"): "not allowed with argument",
+}  # fmt: skip
+
+
+@pytest.fixture
+def stand_ins(chat_model: Path, variant_folder: Any, tmp_path: Path) -> dict[str, str]:
+    """What the capital words of the cases are."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
+    return {
+        "MODEL": str(chat_model),
+        "ENCODER": str(variant_folder("bert")),
+        "EMPTY": str(tmp_path / "empty"),
+        "BINARY": str(tmp_path / "binary"),
+    }
+
+
+@pytest.mark.parametrize("arguments", CASES, ids=" ".join)
+def test_is_one_line(program: Any, stand_ins: dict[str, str], arguments: tuple[str, ...]) -> None:
+    done = program(*(stand_ins.get(a, a) for a in arguments))
+    assert done.code == 2
+    assert done.out == ""
+    lines = done.err.splitlines()
+    assert len(lines) == 1, done.err
+    assert lines[0].startswith("offload: error: ") and CASES[arguments] in lines[0]
+
+
+def test_debug_shows_where_it_came_from(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_DEBUG", "1")
+    done = program("run", "/no/such/folder", "--prompt", "x")
+    assert done.code == 2
+    assert done.err.startswith("Traceback") and "hub.py" in done.err
+    assert done.err.splitlines()[-1].startswith("offload: error: no model '/no/such/folder'")
+
+
+def test_a_fault_of_the_program_is_not_passed_off_as_the_users(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.commands import info
+
+    def fail(*_: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(info, "collect", fail)
+    done = program("info")
+    assert done.code == 2
+    assert "Traceback" in done.err and done.err.endswith("offload: error: 'lost'\n")
+
+
+def test_warnings_are_one_line_too(program: Any, chat_model: Path) -> None:
+    done = program(
+        "run", chat_model, "--prompt", "w5", "--max-new-tokens", 1, "--json",
+        "--max-memory", "cpu=900TB",
+    )  # fmt: skip
+    assert done.code == 0
+    (line,) = done.err.splitlines()
+    assert line.startswith("offload: warning: max_memory['cpu']")

@@ -1,0 +1,52 @@
+"""`offload info`: what it says is what the machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import aio
+from offload.aio.backends import BACKENDS
+
+
+def test_json_has_the_machines_own_figures(program: Any, tmp_path: Path) -> None:
+    done = program("info", "--json", "--offload-folder", tmp_path / "new")
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert found["packages"]["torch"] == torch.__version__
+    assert 0 < found["memory"]["available"] <= found["memory"]["total"]
+    assert found["io"]["selected"] == aio.probe()["selected"]
+    assert found["cpu_count"] == len(os.sched_getaffinity(0))
+    assert len(found["gpus"]["devices"]) == torch.cuda.device_count()
+    folder = found["offload_folder"]
+    assert folder["path"] == str(tmp_path / "new") and folder["is_folder"] is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_text_gives_a_reason_for_what_is_not_in_use(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = program("info")
+    assert "GPU: none; torch" in done.out and "layers run on the CPU" in done.out
+    assert "kernels: none; this version has no kernels" in done.out
+    for backend in BACKENDS:
+        (line,) = [ln for ln in done.out.splitlines() if ln.startswith(f"  {backend}: ")]
+        assert ("in use" in line) == (backend == aio.probe()["selected"])
+
+
+def test_says_that_a_cgroup_is_the_limit(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import offload.memory_limits
+
+    monkeypatch.setattr(offload.memory_limits, "host_memory_total", lambda: 1 << 20)
+    assert "of 1 MiB of memory available; the limit is that of a cgroup" in program("info").out
+
+
+def test_says_that_the_folder_is_a_file(program: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "file (a file!)" in program("info", "--offload-folder", tmp_path / "file").out

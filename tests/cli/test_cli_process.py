@@ -1,0 +1,70 @@
+"""The program as a process: quick where nothing heavy is needed, and polite when it is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import offload
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cli(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "offload", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["info"], ["bench"], ["bench", "throughput"]])
+def test_help_imports_neither_torch_nor_transformers(arguments: list[str]) -> None:
+    code = (
+        "import sys; from offload.cli import main; code = main([*sys.argv[1:], '--help']);"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: offload")
+
+
+def test_version() -> None:
+    out, err = cli("--version").communicate()
+    assert (out, err) == (f"offload {offload.__version__}\n", "")
+
+
+def test_a_reader_that_leaves_is_no_error(chat_model: Path) -> None:
+    options = ("--prompt", "w5", "--max-new-tokens", 40, "--device-map", "cpu")
+    process = cli("run", chat_model, *options)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait() == 141
+    assert "Traceback" not in err and "error" not in err and "Exception" not in err
+
+
+def test_ctrl_c_ends_it_at_once(chat_model: Path) -> None:
+    # Its positions are no hard limit, so this would run for long.
+    options = ("--prompt", "w5", "--max-new-tokens", 1000000, "--device-map", "nvme")
+    process = cli("run", chat_model, *options)
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # it generates
+    process.send_signal(signal.SIGINT)
+    stopped = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - stopped < 20
+    assert process.returncode == 130
+    assert "Traceback" not in err and err.endswith("offload: interrupted\n")
