@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from offload.aio import benchmark
+from offload.aio import benchmark as io_benchmark
 from offload.commands.arguments import add_placement, positive, size
 
 
@@ -19,6 +21,21 @@ def add_parser(commands: Any) -> None:
     )
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     _add_throughput(benchmarks)
+    nvme = benchmarks.add_parser(
+        "nvme",
+        help="plain reads and writes of a drive",
+        description="What a drive gives by block size, requests in flight and backend, through "
+        "the engine that streams weights.",
+    )
+    benchmark.add_nvme_arguments(nvme)
+    nvme.set_defaults(execute=benchmark.run_nvme)
+    link = benchmarks.add_parser(
+        "link",
+        help="copies between pinned CPU memory and a GPU",
+        description="What the link to a GPU gives by size of the copy.",
+    )
+    benchmark.add_link_arguments(link)
+    link.set_defaults(execute=benchmark.run_link)
 
 
 def _add_throughput(benchmarks: Any) -> None:

@@ -43,6 +43,8 @@ CASES: dict[tuple[str, ...], str] = {
     (*BENCH, "--peer", "fast"): "peer 'fast' is not known; choose of accelerate, resident",
     (*BENCH, "--gpu-memory", "1Gb"): "'1Gb' is ambiguous",
     (*BENCH, "--cpu-memory", "1KB"): "1000 B on CPU memory",
+    ("bench", "nvme", "/no/such/folder"): "'/no/such/folder' is no folder",
+    ("bench", "nvme", "EMPTY", "--block", "1MB,x"): "argument --block: 'x' is not a size",
     (*BENCH, "--overhead", "--cold-start"): "not allowed with argument",
 }  # fmt: skip
 
