@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from offload.aio import benchmark
-from offload.aio import benchmark as io_benchmark
 from offload.commands.arguments import add_placement, positive, size
 
 
