@@ -62,6 +62,13 @@ class Offload(NotCopied):
         """Where layers run."""
         return self._device.torch_device
 
+    def wait_loaded(self) -> None:
+        """Return once the CPU tier holds all its layers; until then, passes wait for them singly.
+
+        Raises AioError where the disk failed.
+        """
+        self._store.wait_loaded()
+
     def rates(self) -> Rates:
         """The rates that bound a pass, measured now if they were not before (a fraction of a
         second).
@@ -69,6 +76,7 @@ class Offload(NotCopied):
         if self._rates is None:
             if self.closed or not self.plan.streamed_bytes:
                 return Rates()
+            self.wait_loaded()
             files = self._store.nvme_files()
             small = self.plan.streamed_bytes < SMALL_MODEL
             self._rates = measure_rates(self._device, files, small=small)

@@ -29,7 +29,8 @@ def install(
     owner: PassOwner,
     device: ComputeDevice,
 ) -> None:
-    """Load what rests in memory, and make every streamed layer run from the store's slots.
+    """Load what is resident, begin to load the CPU tier, and make every streamed layer run from the
+    store's slots.
 
     `layers` are those of the parts, with sources in files for the NVMe tier.
     """
@@ -44,11 +45,13 @@ def install(
             _place_resident(part, store, device)
         else:
             streamed.append((index, part))
-    store.load_cpu_tier(on_layer=lambda index: _leave(parts.layers[index]))
-    store.open_nvme_tier()
+    for index, part in streamed:
+        part.detach()
+        if plan.tiers[index] is Tier.NVME:
+            part.release()
+    store.open(on_layer=lambda index: parts.layers[index].release())
     site = 0
     for index, part in streamed:
-        _leave(part)
         parameters = [layers[index].parameters(slot, part.placeholders) for slot in store.slots]
         for module in part.modules:
             module.forward = LayerForward(module.forward, owner, site, part, parameters)
@@ -56,11 +59,6 @@ def install(
         _keep_state_dict(store, index, part)
     for _, module in ancestors(parts.model, [part.layer.name for part in parts.layers]):
         module.forward = PassForward(module.forward, owner)
-
-
-def _leave(part: Part) -> None:
-    part.detach()
-    part.release()
 
 
 def _place_resident(
