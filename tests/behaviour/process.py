@@ -17,8 +17,8 @@ def status(key: str) -> int:
 
 
 def resident_bytes() -> int:
-    """The memory of this process now."""
-    return status("VmRSS")
+    """The memory of this process now; huge pages are counted apart by the kernel."""
+    return status("VmRSS") + status("HugetlbPages")
 
 
 class PeakMemory:
@@ -37,7 +37,7 @@ class PeakMemory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.growth = status("VmHWM") - self._start
+        self.growth = status("VmHWM") + status("HugetlbPages") - self._start
 
 
 def open_files() -> list[str]:
