@@ -14,6 +14,7 @@ import torch
 
 from offload.aio import AioFile, AioHandle, IOFuture
 from offload.device import ComputeDevice
+from offload.errors import ClosedError
 from offload.reads import ReadOp
 
 
@@ -57,6 +58,7 @@ class Reader:
         self._handle = handle
         self._files = files
         self._device = device
+        self._closed = False
         self._free: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
         for memory in chunks:
             self._free.put(_Chunk(memory))
@@ -71,6 +73,8 @@ class Reader:
 
     def load(self, ops: Sequence[ReadOp], target: torch.Tensor, after: Any = None) -> ReadLoad:
         """Begin to bring `ops` to `target` (uint8); nothing is written before the point `after`."""
+        if self._closed:
+            raise ClosedError("the weights were released by close(); call offload.run again")
         load = ReadLoad(ops, target, after)
         self._asked.put(load)
         return load
@@ -89,7 +93,8 @@ class Reader:
             load.done.wait()
 
     def close(self) -> None:
-        """End both threads; loads still under way are dropped."""
+        """End both threads; loads still under way are dropped, and who waits for one is told."""
+        self._closed = True
         self._asked.put(None)
         for thread in self._threads:
             thread.join()
@@ -97,6 +102,8 @@ class Reader:
     def _submit(self) -> None:
         while (load := self._asked.get()) is not None:
             for op in load.ops:
+                if self._closed and load.error is None:
+                    load.error = ClosedError("the weights were released while they were read")
                 if load.cancelled or load.error is not None:
                     break
                 self._submit_one(load, op)
@@ -120,7 +127,10 @@ class Reader:
         while (item := self._reading.get()) is not None:
             load, op, chunk, future = item
             if op is _END:
-                load.copied = self._device.copied()
+                try:
+                    load.copied = self._device.copied()
+                except BaseException as error:
+                    load.error = load.error or error
                 load.done.set()
                 continue
             try:
