@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offload.errors import CheckpointError
 from offload.layout import Layer, align
 from offload.lazy import Pieces
 
@@ -55,10 +56,14 @@ def plan_reads(layer: Layer, chunk_bytes: int, file_sizes: dict[str, int]) -> tu
     ops: list[ReadOp] = []
     for file, ranges in wanted.items():
         ranges.sort()
+        size = file_sizes[file]
         for start, stop in _runs(ranges):
-            ops += _requests(
-                file, start, min(align(stop, SECTOR), file_sizes[file]), chunk_bytes, ranges
-            )
+            if stop > size:
+                raise CheckpointError(
+                    f"{file} has {size} bytes, but {layer.name} needs those up to {stop}: it was "
+                    "changed while it was being loaded"
+                )
+            ops += _requests(file, start, min(align(stop, SECTOR), size), chunk_bytes, ranges)
     return tuple(ops)
 
 
