@@ -19,7 +19,7 @@ from typing import Any
 
 from offload.bench.table import format_table, number
 
-DECODE = "--batch 32 --prompt-len 512 --gen-len 16 --gpu-memory 24GiB --device-map cpu"
+DECODE = "--batch 32 --prompt-len 512 --gen-len 16 --repeat 3 --gpu-memory 24GiB --device-map cpu"
 PREFILL = "--batch 64 --prompt-len 512 --gen-len 2 --repeat 3 --device-map cpu --peer resident"
 NVME = "--batch 32 --prompt-len 512 --gen-len 5 --gpu-memory 24GiB --device-map nvme"
 COLD = "--batch 1 --prompt-len 8 --device-map cpu --cold-start"
