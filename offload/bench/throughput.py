@@ -78,10 +78,12 @@ def run_throughput(subject: Subject, work: Workload, setup: Setup) -> Result:
                 result.rows.append(row)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 result.notes.append(f"{name}: does not fit ({str(error).splitlines()[0]})")
-    if "resident" in timings:
-        for row in result.rows:
-            if row.peer != "resident":
-                row.equal = _compare(timings[row.peer], timings["resident"])
+    resident = timings.get("resident")
+    for row in result.rows:
+        if resident is not None and row.peer != "resident":
+            row.equal = _compare(timings[row.peer], resident)
+            share = resident.prefill / row.prefill_seconds
+            result.notes.append(f"{row.peer}: prefill at {share:.1%} of the resident model's speed")
     return result
 
 

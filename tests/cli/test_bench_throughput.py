@@ -39,6 +39,8 @@ def test_offload_computes_what_the_resident_model_does(
     offloaded, resident = found["rows"]
     assert offloaded["equal"] == "6 of 6 tokens equal to resident, logits equal"
     assert offloaded["streamed_bytes"] == found["sizes"]["layer_bytes"]
+    ratio = resident["prefill_seconds"] / offloaded["prefill_seconds"]
+    assert found["notes"] == [f"offload: prefill at {ratio:.1%} of the resident model's speed"]
     assert resident["streamed_bytes"] == 0 and resident["share_of_bound"] is None
     assert len(found["link_rates"]) == 20  # before and after
     assert len(found["disk_rates"]) == (2 if where == "nvme" else 0)
@@ -143,7 +145,9 @@ def test_every_shape_has_a_config(shape: str) -> None:
 
 def test_every_run_makes_all_its_tokens_and_times_each() -> None:
     work = Workload(batch=3, prompt=5, gen=4, repeat=2)
-    timing = measure(Subject("tiny", None, torch.float32, CPU).plain(CPU), work, CPU)
+    model = Subject("tiny", None, torch.float32, CPU).plain(CPU)
+    model.generation_config.eos_token_id = list(range(257))  # any token would end it
+    timing = measure(model, work, CPU)
     assert timing.tokens is not None and timing.tokens.shape == (3, 4)
     assert len(timing.prefills) == len(timing.totals) == 2
     assert len(timing.steps) == 2 * 3
