@@ -8,11 +8,11 @@ where it stopped.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +30,7 @@ from offload.reads import SECTOR
 
 MANIFEST = "manifest.json"
 _LIVE = "live-"
+_HOLDER = "holder.lock"
 _VERSION = 1
 _DTYPE_NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
 
@@ -49,6 +50,7 @@ class Pack:
         self.folder = self._home / key
         self._key = key
         self._pid = os.getpid()
+        self._held: int | None = None
 
     def write(
         self, layers: Sequence[Layer], progress: Callable[[str, int, int], None] | None = None
@@ -104,35 +106,51 @@ class Pack:
         if os.getpid() != self._pid:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
         with suppress(OSError):
             sync_folder(self._home)
+
+    def hold(self) -> None:
+        """Make the folder and show that a process uses it, until `remove` or that process's end."""
+        self.folder.mkdir()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._held = os.open(self.folder / _HOLDER, flags, 0o666)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
 
 
 def live_pack(folder: str | os.PathLike[str]) -> Pack:
     """A pack for the weights of a live model: a folder of its own, to be removed when the model is
-    closed.
+    closed. Those of killed processes are removed here.
     """
     home = check_folder(folder)
-    _remove_orphans(home)
-    return Pack(home, f"{_LIVE}{os.getpid()}-{secrets.token_hex(6)}")
+    with lock(home, "live"):  # else a folder that is not held yet would look like an orphan
+        for each in home.glob(f"{_LIVE}*"):
+            if each.is_dir() and _is_orphan(each):
+                shutil.rmtree(each, ignore_errors=True)
+        pack = Pack(home, f"{_LIVE}{os.getpid()}-{secrets.token_hex(6)}")
+        pack.hold()
+    return pack
 
 
-def _remove_orphans(home: Path) -> None:
-    """Folders of live models whose process is gone; a process on another machine counts as alive
-    for a day.
+def _is_orphan(folder: Path) -> bool:
+    """Whether nobody holds it. The kernel frees a lock when its holder dies, in any container and,
+    where the file system passes locks on, on any machine; a process id would say less.
     """
-    for folder in home.glob(f"{_LIVE}*-*"):
-        pid = folder.name.removeprefix(_LIVE).split("-")[0]
-        age = _seconds_since_change(folder)
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and age > 24 * 3600:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _seconds_since_change(folder: Path) -> float:
     try:
-        return time.time() - folder.stat().st_mtime
+        descriptor = os.open(folder / _HOLDER, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:  # another user's
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return 0.0
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _holds(file: Path, places: Sequence[TensorPlace]) -> bool:
@@ -149,7 +167,8 @@ def _holds(file: Path, places: Sequence[TensorPlace]) -> bool:
 def _write_file(file: Path, places: Sequence[TensorPlace], writer: ChunkWriter) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    # The format asks readers for no order, but wants every byte covered: place by place, no gaps.
+    # No gaps are allowed; large elements first, so that each tensor is aligned to its elements.
+    places = sorted(places, key=lambda p: -p.dtype.itemsize)
     for p in places:
         header[p.name] = {
             "dtype": _DTYPE_NAMES[p.dtype],
