@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from offload.errors import CheckpointError, MissingWeightError, UnsupportedError
 from offload.lazy import LazyTensor
 
 _log = logging.getLogger(__name__)
+
+# While transformers builds a model it changes torch's default dtype and initialisers for everyone.
+_LOADING = threading.Lock()
 
 
 def build_model(
@@ -45,7 +49,7 @@ def build_model(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     state = {name: LazyTensor.of(extent) for name, extent in checkpoint.tensors.items()}
-    with _quiet_loading():
+    with _LOADING, _quiet_loading():
         loaded: Any = _guarded(cls, folder).from_pretrained(
             None,
             config=config,
