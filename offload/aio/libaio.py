@@ -284,8 +284,12 @@ class _Queue:
         while self._ready and self._free:
             most = 1 if self._shape.single_submit else len(self._ready)
             count = min(most, len(self._ready), len(self._free))
-            for i in range(count):
-                self._prepare(i, self._free[i], self._ready[i])
+            try:
+                for i in range(count):
+                    self._prepare(i, self._free[i], self._ready[i])
+            except MemoryError:  # no page for a ragged end
+                self._settle(self._ready.pop(i), -errno.ENOMEM)
+                continue
             taken = self._calls("io_submit", self._context, count, self._pointers)
             self.system_calls += 1
             if taken > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import time
@@ -45,9 +46,13 @@ class ThreadPool:
         transfer = self._lane.take(block=True)
         if transfer is None:
             return False
-        if transfer.path == BOUNCE and not bounce:
-            bounce.append(Mapping(max(transfer.request.align, PAGE)))
-        left = settle(transfer, move(transfer, bounce[0] if bounce else None))
+        try:
+            if transfer.path == BOUNCE and not bounce:
+                bounce.append(Mapping(max(transfer.request.align, PAGE)))
+            result = move(transfer, bounce[0] if bounce else None)
+        except MemoryError:  # a thread that died of it would leave its request waiting for ever
+            result = -errno.ENOMEM
+        left = settle(transfer, result)
         self.calls += 1
         if left is not None:
             if left.again:

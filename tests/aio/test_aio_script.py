@@ -32,6 +32,15 @@ def test_short_results_are_completed(direct_file, content):
         assert buffer.view() == content[4096 : 4096 + 200_000]
 
 
+def test_short_results_stay_aligned(direct_file, content):
+    """With direct=True there is no other way for what a misaligned remainder would need."""
+    cuts = [("short", n) for n in (4097, 8191, 100, 12_289)]
+    with aio.open(direct_file.path, direct=True) as strict, handle_with(faults=cuts) as handle:
+        buffer = aio.alloc(40 * 4096, lock=False)
+        assert handle.pread(buffer, strict, 4096) == 40 * 4096
+        assert buffer.view() == content[4096 : 41 * 4096]
+
+
 def test_interruptions_and_shortages_are_tried_again(direct_file, content):
     faults = [("error", errno.EINTR), ("error", errno.EAGAIN)] * 10 + [("refuse", errno.EAGAIN)] * 5
     with handle_with(faults=faults) as handle:

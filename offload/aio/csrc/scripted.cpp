@@ -13,6 +13,7 @@ Fault ScriptedBackend::next_fault() {
 }
 
 int ScriptedBackend::submit(Transfer* const* transfers, unsigned count) {
+    if (!held_.empty()) ++counters_.system_calls;
     if (script_.batch > 0) count = std::min(count, script_.batch);
     for (unsigned i = 0; i < count; ++i) {
         const Fault fault = next_fault();

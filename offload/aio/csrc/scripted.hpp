@@ -32,6 +32,8 @@ class ScriptedBackend final : public Backend {
     int submit(Transfer* const* transfers, unsigned count) override;
     unsigned reap(Completion* out, unsigned capacity, bool block) override;
     void wake() override;
+    // `system_calls`: how often something was submitted beside transfers in flight.
+    Counters counters() const override { return counters_; }
 
   private:
     struct Held {
@@ -43,6 +45,7 @@ class ScriptedBackend final : public Backend {
     const Script script_;
     std::mt19937_64 random_;
     std::size_t step_ = 0;
+    Counters counters_;
     std::vector<Held> held_;
     std::mutex mutex_;
     std::condition_variable woken_changed_;

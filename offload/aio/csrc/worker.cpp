@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <future>
+#include <system_error>
 #include <utility>
 
 namespace aio {
@@ -108,8 +109,14 @@ void Worker::fill() {
         Transfer* const transfer = free_.back();
         if (!lane_.take(*transfer)) return;
         free_.pop_back();
-        if (transfer->path == Path::bounce) {
-            give_page(*transfer, static_cast<std::size_t>(transfer - slots_.data()));
+        try {
+            if (transfer->path == Path::bounce) {
+                give_page(*transfer, static_cast<std::size_t>(transfer - slots_.data()));
+            }
+        } catch (const std::system_error& error) {  // no memory: this request's failure only
+            ++in_flight_;
+            finish({transfer, -error.code().value()});
+            continue;
         }
         ready_.push_back(transfer);
     }
