@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from pathlib import Path
 
 import numpy
@@ -197,6 +198,41 @@ def test_a_freed_region_is_not_used_for_the_memory_that_follows(direct_file, con
         stats = handle.stats()
         if handle.backend == "uring-fixed":
             assert stats["fixed_buffers"] == 30 * 16
+
+
+def _pinned() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmPin:")) << 10
+
+
+def test_the_kernel_lets_go_of_registered_memory(direct_file):
+    with aio.AioHandle() as handle:
+        if handle.backend != "uring-fixed":
+            pytest.skip(f"auto took {handle.backend}")
+        before = _pinned()
+        buffer = aio.alloc(8 * MIB, huge=False, lock=False)
+        handle.pread(buffer.view(0, MIB), direct_file)
+        assert _pinned() - before >= 8 * MIB
+        buffer.close()
+        deadline = time.monotonic() + 10
+        while _pinned() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert _pinned() == before
+
+
+def test_no_registration_holds_more_than_a_gib(direct_file, content):
+    """A transfer across the border of two registrations goes the plain way."""
+    border = 1 << 30
+    with (
+        aio.alloc(border + 2 * MIB, lock=False, huge=False) as buffer,
+        aio.AioHandle(block_size=MIB, backend="auto") as handle,
+    ):
+        for start in (border - MIB, border - 4096, border):
+            part = buffer.view(start, start + MIB)
+            assert handle.pread(part, direct_file) == MIB
+            assert part == content[:MIB]
+        if handle.backend == "uring-fixed":
+            assert handle.stats()["fixed_buffers"] == 2
 
 
 def test_locked_memory_is_locked():
