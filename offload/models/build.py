@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +22,6 @@ from offload.errors import CheckpointError, MissingWeightError, UnsupportedError
 from offload.lazy import LazyTensor
 
 _log = logging.getLogger(__name__)
-
-# transformers changes process-wide state while it builds a model (the default dtype, how tensors
-# are created): one at a time.
-_BUILDING = threading.Lock()
 
 # While transformers builds a model it changes torch's default dtype and initialisers for everyone.
 _LOADING = threading.Lock()
