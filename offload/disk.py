@@ -52,6 +52,10 @@ class Disk:
         """Begin to bring `ops` to `target`, writing nothing there before the point `after`."""
         return self._reader.load(ops, target, after)
 
+    def begin(self, load: ReadLoad) -> None:
+        """As `load`, for a load that the caller has noted already."""
+        self._reader.begin(load)
+
     def finish(self, load: ReadLoad) -> Any:
         """Wait for the load; the point at which it has arrived. Raises AioError."""
         return self._reader.finish(load)

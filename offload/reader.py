@@ -14,7 +14,7 @@ import torch
 
 from offload.aio import AioFile, AioHandle, IOFuture
 from offload.device import ComputeDevice
-from offload.errors import ClosedError
+from offload.errors import ClosedError, OffloadError
 from offload.reads import ReadOp
 
 
@@ -73,17 +73,23 @@ class Reader:
 
     def load(self, ops: Sequence[ReadOp], target: torch.Tensor, after: Any = None) -> ReadLoad:
         """Begin to bring `ops` to `target` (uint8); nothing is written before the point `after`."""
+        load = ReadLoad(ops, target, after)
+        self.begin(load)
+        return load
+
+    def begin(self, load: ReadLoad) -> None:
+        """Begin a load that the caller has noted already: Ctrl-C then cannot lose it."""
         if self._closed:
             raise ClosedError("the weights were released by close(); call offload.run again")
-        load = ReadLoad(ops, target, after)
         self._asked.put(load)
-        return load
 
     def finish(self, load: ReadLoad) -> Any:
         """Wait until the load is on the device's queue; the point at which it has arrived."""
         load.done.wait()
         if load.error is not None:
             raise load.error
+        if load.cancelled:
+            raise OffloadError("a load was waited for that had been given up")
         return load.copied
 
     def drop(self, load: ReadLoad) -> None:

@@ -55,6 +55,8 @@ class WeightStore:
             {i: x for i, x in enumerate(self._layers) if plan.tiers[i] is Tier.CPU}, lock
         )
         self._ops: dict[int, tuple[ReadOp, ...]] = {}  # of the layers that stay in files
+        # The latest read into each slot: Ctrl-C may keep the caller from ever learning of it.
+        self._reads: list[ReadLoad | None] = [None] * plan.slots
         with torch.inference_mode(False):
             self.slots = [device.allocate(plan.slot_bytes) for _ in range(plan.slots)]
         self._targets = [
@@ -97,11 +99,17 @@ class WeightStore:
         """Begin to bring `layer` into `slot` after the point `after`."""
         if self._closed:
             raise ClosedError("the weights were released by close(); call offload.run again")
+        before = self._reads[slot]
+        if before is not None:
+            self._disk.drop(before)
+            self._reads[slot] = None
         target = self._targets[slot][layer]
         if self._poison:
             self._device.fill(self.slots[slot], _POISON_BYTE, after)
         if layer not in self._host:
-            return self._disk.load(self._ops[layer], target, after)
+            read = self._reads[slot] = ReadLoad(self._ops[layer], target, after)
+            self._disk.begin(read)
+            return read
         load = _HostLoad(layer, target, after)
         if self._host.is_here(layer):
             self._issue(load)

@@ -36,39 +36,34 @@ class PassOwner:
         self.closed = False
         self._device = device
         self._explain = explain
-        self._lock = threading.RLock()
-        self._depth = 0
+        self.lock = threading.RLock()  # held by whoever runs a pass
+        self.depth = 0  # forwards inside one another, of the thread that holds the lock
         self._start: Any = None
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_PASSES)
         self.passes = 0
 
-    def enter(self) -> None:
-        """Begin a forward; waits for the pass of another thread."""
-        self._lock.acquire()
+    def begin(self) -> None:
+        """The first forward of a pass begins."""
         if self.closed:
-            self._lock.release()
             raise ClosedError(
                 "this offloaded model was closed and its weights are gone; call offload.run again"
             )
-        self._depth += 1
-        if self._depth == 1:
-            self._start = self._device.timed_mark()
+        if self.stream is not None:
+            self.stream.end_pass()  # in case Ctrl-C came while the last one was ending
+        self._start = self._device.timed_mark()
 
-    def exit(self) -> None:
-        """End a forward, also after an exception."""
-        self._depth -= 1
-        try:
-            if self._depth == 0:
-                if self.stream is not None:
-                    self.stream.end_pass()
-                self.passes += 1
-                self._times.append((self._start, self._device.timed_mark()))
-        finally:
-            self._lock.release()
+    def end(self) -> None:
+        """The first forward of a pass has ended, also by an exception."""
+        if self.stream is not None:
+            self.stream.end_pass()
+        if self._start is not None:
+            self.passes += 1
+            self._times.append((self._start, self._device.timed_mark()))
+            self._start = None
 
     def close(self) -> None:
         """No pass begins any more; waits for the one under way."""
-        with self._lock:
+        with self.lock:
             self.closed = True
 
     def pass_seconds(self) -> list[float]:
@@ -112,25 +107,33 @@ class _Forward(NotCopied):
             return self(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        if torch.is_grad_enabled():
+            return self._without_gradients(args, kwargs)
+        owner = self._owner
+        # Ctrl-C may come at any call: the lock is taken by `with`, which leaves no gap before the
+        # block, and the depth is restored by a plain assignment, not counted down.
+        with owner.lock:
+            depth = owner.depth
+            owner.depth = depth + 1
+            try:
+                if depth == 0:
+                    owner.begin()
+                return self._run(args, kwargs)
+            except torch.OutOfMemoryError as error:
+                if depth > 0:
+                    raise
+                owner.out_of_memory(error)
+            finally:
+                owner.depth = depth
+                if depth == 0:
+                    owner.end()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward(*args, **kwargs)
 
 
 class PassForward(_Forward):
     """The forward of a module that contains layers: one pass, or part of one."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return self._without_gradients(args, kwargs)
-        owner = self._owner
-        owner.enter()
-        try:
-            return self._forward(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            if owner._depth > 1:
-                raise
-            owner.out_of_memory(error)
-        finally:
-            owner.exit()
 
 
 class LayerForward(_Forward):
@@ -159,23 +162,16 @@ class LayerForward(_Forward):
         """Let go of the slots' memory."""
         self._in_slot.clear()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return self._without_gradients(args, kwargs)
-        owner = self._owner
-        owner.enter()
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slot = self._stream.acquire(self._site)
         try:
-            slot = self._stream.acquire(self._site)
-            try:
-                for (holder, key), parameter in zip(self._places, self._in_slot[slot], strict=True):
-                    holder[key] = parameter
-                return self._forward(*args, **kwargs)
-            finally:
-                for (holder, key), empty in zip(self._places, self._empty, strict=True):
-                    holder[key] = empty
-                self._stream.release(self._site)
+            for (holder, key), parameter in zip(self._places, self._in_slot[slot], strict=True):
+                holder[key] = parameter
+            return self._forward(*args, **kwargs)
         finally:
-            owner.exit()
+            for (holder, key), empty in zip(self._places, self._empty, strict=True):
+                holder[key] = empty
+            self._stream.release(self._site)
 
 
 def _refuse_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

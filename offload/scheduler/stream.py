@@ -123,8 +123,9 @@ class Stream:
         if index is None:
             return
         slot = self._slots[index]
-        slot.users = max(0, slot.users - 1)
+        # The mark comes first: Ctrl-C between the two must not free a slot that is still read.
         slot.free_after = self._link.mark()
+        slot.users = max(0, slot.users - 1)
         if slot.users == 0:
             self._prefetch()
 
@@ -132,8 +133,8 @@ class Stream:
         """Nobody uses a slot any more, also after an exception in the middle of a pass."""
         for slot in self._slots:
             if slot.users:
-                slot.users = 0
                 slot.free_after = self._link.mark()
+                slot.users = 0
 
     def clear(self) -> None:
         """Drop every load and forget what the slots hold."""
@@ -187,6 +188,9 @@ class Stream:
     def _forget(self, index: int) -> None:
         slot = self._slots[index]
         if slot.layer is not None:
-            self._link.drop(slot.load)
+            # First of all: a load that Ctrl-C keeps from being dropped must not be found again.
             del self._where[slot.layer]
-            slot.layer = slot.load = None
+            slot.layer = None
+        if slot.load is not None:
+            self._link.drop(slot.load)
+            slot.load = None
