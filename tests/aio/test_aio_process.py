@@ -48,6 +48,23 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(backend, data_file, run_p
         assert line in done.stdout, done.stdout + done.stderr
 
 
+def test_a_child_does_not_inherit_the_rings_memory():
+    """It would move the indices that the parent reads its completions by."""
+    with aio.AioHandle() as handle:
+        if not handle.backend.startswith("uring"):
+            pytest.skip(f"auto took {handle.backend}")
+        rings = 0
+        with open("/proc/self/smaps") as smaps:
+            inside = False
+            for line in smaps:
+                if not line.split()[0].endswith(":"):
+                    inside = "io_uring" in line
+                elif inside and line.startswith("VmFlags:"):
+                    rings += 1
+                    assert " dc" in line  # MADV_DONTFORK
+        assert rings >= 3
+
+
 def test_the_interpreter_ends_with_requests_under_way(backend, data_file, tmp_path, run_python):
     started = time.monotonic()
     done = run_python(
