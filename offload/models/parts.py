@@ -72,7 +72,11 @@ def take_apart(model: PreTrainedModel, own_tier: Sequence[str] = ()) -> ModelPar
     for name in own_tier:
         units[name] = model.get_submodule(name)
     units = dict(sorted(units.items(), key=lambda item: names[item[0]]))
-    owner_of = {id(m): unit for unit, module in units.items() for m in module.modules()}
+    owner_of: dict[int, str | None] = {}
+    for unit, unit_module in units.items():
+        for m in unit_module.modules():
+            in_two_layers = id(m) in owner_of and unit not in own_tier
+            owner_of[id(m)] = None if in_two_layers else unit
     tensors: dict[str, list[Shared]] = {unit: [] for unit in units}
     users: dict[str, list[nn.Module]] = {unit: [module] for unit, module in units.items()}
     outside: list[Shared] = []
