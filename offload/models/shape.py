@@ -29,17 +29,25 @@ class ModelShape:
         hidden = _first(text, ("hidden_size", "d_model", "n_embd"), 0)
         heads = _first(text, ("num_attention_heads", "num_heads", "n_head"), 1)
         kv_heads = _first(text, ("num_key_value_heads", "num_kv_heads"), heads)
+        if getattr(text, "new_decoder_architecture", False):
+            kv_heads = heads  # Falcon repeats its few keys for every head before it keeps them
+        elif getattr(text, "multi_query", False):
+            kv_heads = 1
         head_dim = _first(text, ("head_dim", "d_kv"), hidden // max(1, heads))
         rank = _first(text, ("kv_lora_rank",), 0)
-        # Multi-head latent attention as transformers runs it keeps full keys and values.
+        # Multi-head latent attention: full keys and values, which some releases keep.
         key_dim = _first(text, ("qk_nope_head_dim",), 0) + _first(text, ("qk_rope_head_dim",), 0)
         kv_width = (
             heads * (key_dim + _first(text, ("v_head_dim",), 0))
             if rank
             else 2 * kv_heads * head_dim
         )
+        layer_names: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer")
+        if config.is_encoder_decoder:  # its decoder also keeps the encoder's keys and values
+            layer_names = ("num_decoder_layers", "decoder_layers", *layer_names)
+            kv_width *= 2
         return cls(
-            layers=_first(text, ("num_hidden_layers", "num_layers", "n_layer"), 1),
+            layers=_first(text, layer_names, 1),
             hidden=hidden,
             intermediate=_first(
                 text, ("intermediate_size", "ffn_dim", "d_ff", "n_inner"), 4 * hidden
