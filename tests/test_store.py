@@ -138,6 +138,7 @@ def test_every_layer_in_every_slot(
         assert not poison or bool((rest == 0xFF).all())  # nothing of an earlier layer shows
     for i in moving:
         for index, value in enumerate(wanted[i]):
+            store.read_tensor(i, index).zero_()  # a tensor of its own
             assert torch.equal(store.read_tensor(i, index), value)
 
 
@@ -220,9 +221,11 @@ class LateDevice(HostDevice):
         super().copy(target, source, after)
 
 
-def slow_layer(gate: threading.Event, name: str) -> Layer:
+def slow_layer(gate: threading.Event, name: str, computed: list[str] | None = None) -> Layer:
     def compute() -> torch.Tensor:
         assert gate.wait(30)
+        if computed is not None:
+            computed.append(name)
         return torch.arange(100.0)
 
     late = Deferred(compute, (), {}, None, torch.Size((100,)), torch.float32)
@@ -271,10 +274,10 @@ def test_what_fails_while_loading_is_raised_for_who_needs_it(
     assert wanted
 
 
-def test_close_while_loading(layers: list[Layer], make: Made) -> None:
+def test_close_while_loading(make: Made) -> None:
     gate = threading.Event()
-    all_layers = [slow_layer(gate, "slow"), *layers]
-    store = make(all_layers, [CPU] * 7)
+    computed: list[str] = []
+    store = make([slow_layer(gate, f"slow.{i}", computed) for i in range(7)], [CPU] * 7)
     store.open()
     closing = threading.Thread(target=store.close)
     closing.start()
@@ -282,8 +285,11 @@ def test_close_while_loading(layers: list[Layer], make: Made) -> None:
     gate.set()
     closing.join(20)
     assert not closing.is_alive()
+    assert computed == ["slow.0"]  # the rest is not loaded to be thrown away
     with pytest.raises(ClosedError):
         store.start(3, 0, None)
+    with pytest.raises(ClosedError, match="closed while its weights were loading"):
+        store.wait_loaded()
 
 
 # ---- errors -------------------------------------------------------------------------------------

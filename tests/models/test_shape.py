@@ -1,0 +1,68 @@
+"""A model's sizes as read from its config, against those of the model itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import variants
+
+from offload.models.modules import find_layers
+from offload.models.shape import ModelShape
+
+pytestmark = pytest.mark.compat
+ENCODERS = ("bert", "roberta")
+LENGTH = 7  # shorter than every window
+
+
+def kept(cache: Any) -> int:
+    """Elements of keys and values that a cache holds."""
+    halves = [
+        half
+        for name in ("self_attention_cache", "cross_attention_cache")
+        if (half := getattr(cache, name, None)) is not None
+    ]
+    layers = [layer for each in halves or [cache] for layer in each.layers]
+    return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", [n for n in variants.NAMES if n not in ENCODERS])
+def test_what_the_cache_keeps(name: str, rows: int) -> None:
+    model = variants.build(name)
+    tokens = variants.inputs(name, rows=rows, length=LENGTH)
+    if "decoder_input_ids" in tokens:
+        tokens["decoder_input_ids"] = tokens["input_ids"]
+    with torch.no_grad():
+        counted = kept(model(**tokens, use_cache=True).past_key_values)
+    shape = ModelShape.of(model.config)
+    expected = rows * LENGTH * shape.layers * shape.kv_width
+    if name == "deepseek_v3":  # newer releases keep less than full keys and values
+        assert 0 < counted <= expected
+    else:
+        assert counted == expected
+
+
+@pytest.mark.parametrize("name", variants.NAMES)
+def test_sizes(name: str) -> None:
+    model = variants.build(name)
+    shape = ModelShape.of(model.config)
+    assert (shape.hidden, shape.heads, shape.vocabulary) == (32, 4, variants.VOCABULARY)
+    sizes = {
+        n for layer in find_layers(model).values() for p in layer.parameters() for n in p.shape
+    }
+    assert shape.intermediate in sizes or name == "qwen3_moe"  # whose experts are narrower
+    assert shape.max_length >= 16
+
+
+def test_reserve_grows_with_what_is_asked_for() -> None:
+    shape = ModelShape(
+        layers=3, hidden=32, intermediate=48, heads=4, kv_width=64, vocabulary=131, max_length=64
+    )
+    one = shape.reserve_bytes(1, 10, 2)
+    cache, activations, logits = 3 * 64 * 10 * 2, 10 * (3 * 32 + 2 * 48) * 2, 131 * 6
+    assert one == cache + activations + logits
+    assert shape.reserve_bytes(4, 10, 2) == 4 * one
+    assert shape.reserve_bytes(1, 20, 2) == 2 * (cache + activations) + logits
+    assert shape.reserve_bytes(1, 10, 4) > one
