@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from offload.device import ComputeDevice
-from offload.errors import UnsupportedError
 from offload.measure import measure_rates
 from offload.models.hooked import NotCopied, PassOwner
-from offload.models.install import all_bindings
+from offload.models.install import all_bindings, refuse_move
 from offload.models.parts import ModelParts
 from offload.pack import Pack
 from offload.report import Report
@@ -187,13 +186,4 @@ class _OffloadedModel(NotCopied, PreTrainedModel):
         )
         if here and (dtype is None or dtype == self.dtype):
             return self
-        _refuse_move()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        _refuse_move()
-
-
-def _refuse_move() -> NoReturn:
-    raise UnsupportedError(
-        "an offloaded model cannot be moved or cast: pass device= or dtype= to offload.run instead"
-    )
+        refuse_move()

@@ -13,7 +13,7 @@ from offload.errors import BudgetError, UnsupportedError
 from offload.layout import Layer
 from offload.lazy import Held
 from offload.memory_limits import host_memory_available
-from offload.models.hooked import LayerForward, PassForward, PassOwner
+from offload.models.hooked import LayerForward, NotCopied, PassForward, PassOwner
 from offload.models.modules import Binding, ancestors
 from offload.models.parts import ModelParts, Part
 from offload.scheduler.plan import Plan, Tier
@@ -55,10 +55,19 @@ def install(
         parameters = [layers[index].parameters(slot, part.placeholders) for slot in store.slots]
         for module in part.modules:
             module.forward = LayerForward(module.forward, owner, site, part, parameters)
+            module._apply = refuse_move  # type: ignore[method-assign]
             site += 1
         _keep_state_dict(store, index, part)
     for _, module in ancestors(parts.model, [part.layer.name for part in parts.layers]):
         module.forward = PassForward(module.forward, owner)
+        module._apply = refuse_move  # type: ignore[method-assign]
+
+
+def refuse_move(*_: Any, **__: Any) -> NoReturn:
+    """Stands in for what `to`, `half`, `cuda` and the like come down to."""
+    raise UnsupportedError(
+        "an offloaded model cannot be moved or cast: pass device= or dtype= to offload.run instead"
+    )
 
 
 def _place_resident(
@@ -99,7 +108,7 @@ def _keep_state_dict(store: WeightStore, index: int, part: Part) -> None:
         module.register_load_state_dict_pre_hook(_refuse_load)
 
 
-class _StateDict:
+class _StateDict(NotCopied):
     """Fills a module's entries of a state dict with CPU tensors read from the store."""
 
     def __init__(self, store: WeightStore, index: int, keys: list[tuple[str, int]]) -> None:
