@@ -117,19 +117,21 @@ def run(
         batch_size=batch_size,
         max_length=max_length,
     )
-    if isinstance(model, PreTrainedModel):
-        _check_live(model, config, model_class, revision)
-        return offload_built(model, None, config)
-    folder = resolve_model(model, revision, trust_remote_code)
-    checkpoint = open_checkpoint(folder)
-    network = build_model(
-        checkpoint,
-        dtype=config.dtype,
-        model_class=model_class,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
-    return offload_built(network, checkpoint, config)
+    # Tensors made in inference mode would be of no use outside of it.
+    with torch.inference_mode(False):
+        if isinstance(model, PreTrainedModel):
+            _check_live(model, config, model_class, revision)
+            return offload_built(model, None, config)
+        folder = resolve_model(model, revision, trust_remote_code)
+        checkpoint = open_checkpoint(folder)
+        network = build_model(
+            checkpoint,
+            dtype=config.dtype,
+            model_class=model_class,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        return offload_built(network, checkpoint, config)
 
 
 def _check_live(

@@ -41,6 +41,7 @@ class OffloadConfig:
         object.__setattr__(self, "tiers", _tiers(self.device_map, self.compute))
         object.__setattr__(self, "memory", _memory(self.max_memory))
         object.__setattr__(self, "dtype", _dtype(self.dtype))
+        _check_path("offload_folder", self.offload_folder)
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {ENGINES}, got {self.engine!r}")
         if self.prefetch is not None:
@@ -60,6 +61,11 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {value!r}")
 
 
 def _compute_device(device: torch.device | str | int | None) -> torch.device:
@@ -102,6 +108,8 @@ def _tiers(device_map: str | Mapping[str, Any], compute: torch.device) -> dict[s
         )
     if not isinstance(device_map, Mapping):
         raise TypeError(f"device_map must be a string or a dict, got {device_map!r}")
+    if not device_map:
+        raise ValueError("device_map={} places nothing; use 'auto', or {'': 'nvme'} for all layers")
     return {str(name): _tier(name, value, compute) for name, value in device_map.items()}
 
 
