@@ -26,7 +26,8 @@ COLD = "--batch 1 --prompt-len 8 --device-map cpu --cold-start"
 
 PARTS = {
     "overhead": "--overhead",
-    "opt-13b": f"--shape opt-13b {DECODE} --peer accelerate",
+    "opt-13b": f"--shape opt-13b {DECODE}",
+    "accelerate": f"--shape opt-13b {DECODE.replace('--repeat 3 ', '')} --peer accelerate",
     "llama-2-13b": f"--shape llama-2-13b {DECODE}",
     "qwen2.5-14b": f"--shape qwen2.5-14b {DECODE}",
     "prefill": f"--shape opt-13b {PREFILL}",
