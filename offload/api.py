@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from offload import aio
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
 from offload.device import compute_device
@@ -44,7 +45,9 @@ from offload.store import WeightStore
 _log = logging.getLogger(__name__)
 
 DEFAULT_PREFETCH = {"cuda": 2, "cpu": 1}
-CHUNKS = {"cuda": 16, "cpu": 8}  # disk requests in flight
+# Disk requests where the drive was not tuned (`offload bench nvme --tune`): bytes, and in flight.
+CHUNK_BYTES = 8 << 20
+CHUNKS = {"cuda": 16, "cpu": 8}
 HOST_SHARE = 0.9  # of the free CPU memory, where the user names no limit
 DEVICE_SHARE = 0.95  # of the free GPU memory, likewise: the allocator needs air
 
@@ -171,9 +174,10 @@ def offload_built(
     device = compute_device(config.compute)
     own_tier = _own_tier_modules(network, config.tiers)
     parts = take_apart(network, own_tier)
-    plan = _plan(parts, config, network)
+    io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
+    plan = _plan(parts, config, network, io)
     layers, pack = _pack(parts, plan, checkpoint, config)
-    store = WeightStore(layers, plan, device)
+    store = WeightStore(layers, plan, device, io)
     try:
         stream = Stream(store, plan.slots, _sites(parts, plan), plan.depth) if plan.slots else None
         owner = PassOwner(stream, device, lambda: _explain_memory(plan))
@@ -215,14 +219,17 @@ def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> li
     ]
 
 
-def _plan(parts: ModelParts, config: OffloadConfig, network: PreTrainedModel) -> Plan:
+def _plan(
+    parts: ModelParts, config: OffloadConfig, network: PreTrainedModel, io: Mapping[str, Any]
+) -> Plan:
     sizes = [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers]
     kind = config.compute.type
     work = Workload(
         outside_bytes=parts.outside_bytes,
         reserve_bytes=_reserve(network, config),
         depth=config.prefetch or DEFAULT_PREFETCH[kind],
-        max_chunks=CHUNKS[kind],
+        max_chunk_bytes=io.get("block_size", CHUNK_BYTES),
+        max_chunks=io.get("queue_depth", CHUNKS[kind]),
     )
     budget = _budget(config)
     if not config.tiers:
@@ -293,6 +300,10 @@ def _warn_overridden(key: int | str, asked: int, found: int) -> None:
     )
 
 
+def _pack_home(config: OffloadConfig) -> Path:
+    return Path(config.offload_folder or default_folder() / "packs")
+
+
 def _pack(
     parts: ModelParts, plan: Plan, checkpoint: Checkpoint | None, config: OffloadConfig
 ) -> tuple[list[Layer], Pack | None]:
@@ -306,7 +317,7 @@ def _pack(
     ]
     if not any(needs_pack(layer) for layer in wanted):
         return layers, None
-    home = Path(config.offload_folder or default_folder() / "packs")
+    home = _pack_home(config)
     if checkpoint is None:
         pack = live_pack(home)
     else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -22,13 +23,18 @@ class Disk:
     """
 
     def __init__(
-        self, chunk_bytes: int, chunks: int, lock: Literal["auto", False], device: ComputeDevice
+        self,
+        chunk_bytes: int,
+        chunks: int,
+        lock: Literal["auto", False],
+        device: ComputeDevice,
+        io: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._chunk_bytes = chunk_bytes
         self._device = device
         self._files: dict[str, aio.AioFile] = {}
         self.ring = [aio.alloc(chunk_bytes, lock=lock) for _ in range(chunks)]
-        self._handle = aio.AioHandle(block_size=chunk_bytes, queue_depth=chunks)
+        self._handle = _open_handle(chunk_bytes, chunks, io)
         self._reader = Reader(
             self._handle, self._files, [b.tensor() for b in self.ring], self._device
         )
@@ -92,3 +98,12 @@ class Disk:
             file.close()
         for buffer in self.ring:
             buffer.close()
+
+
+def _open_handle(block: int, depth: int, io: Mapping[str, Any]) -> aio.AioHandle:
+    """With the drive's tuned backend and threads; "auto" where this process may not use them."""
+    chosen = {k: io[k] for k in ("backend", "intra_op_parallelism") if k in io}
+    try:
+        return aio.AioHandle(block_size=block, queue_depth=depth, **chosen)
+    except (aio.BackendUnavailable, ValueError):
+        return aio.AioHandle(block_size=block, queue_depth=depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,10 +38,16 @@ class WeightStore:
     """Holds layers on their tiers and brings them to the slots: the `Link` that the stream drives.
 
     `layers` and the plan's tiers correspond one to one. Call `resident` for what stays on the
-    device, then `open`.
+    device, then `open`. `io` holds the drive's tuned settings (`aio.tuned`), if there are any.
     """
 
-    def __init__(self, layers: Sequence[Layer], plan: Plan, device: ComputeDevice) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        device: ComputeDevice,
+        io: Mapping[str, Any] | None = None,
+    ) -> None:
         self._layers = list(layers)
         self._plan = plan
         self._device = device
@@ -49,7 +55,7 @@ class WeightStore:
         self._closed = False
         # Only a GPU's copies need pinned memory.
         lock: Literal["auto", False] = "auto" if device.torch_device.type == "cuda" else False
-        self._disk = Disk(plan.chunk_bytes, plan.chunks, lock, device)
+        self._disk = Disk(plan.chunk_bytes, plan.chunks, lock, device, io or {})
         self._pinned = bool(lock)
         self._host = HostTier(
             {i: x for i, x in enumerate(self._layers) if plan.tiers[i] is Tier.CPU}, lock
