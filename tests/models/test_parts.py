@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import variants
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from offload.checkpoint import open_checkpoint
 from offload.errors import UnsupportedError
 from offload.lazy import Held
+from offload.models.build import build_model
 from offload.models.modules import ancestors, find_layers
 from offload.models.parts import ModelParts, take_apart
 
@@ -124,6 +128,16 @@ def test_buffers_stay_on_the_device(name: str) -> None:
         assert "model.embed_tokens.embed_scale" in found
 
 
+def test_a_stored_buffer_is_loaded_with_what_stands_outside(
+    variant_folder: Callable[[str], Path],
+) -> None:
+    parts = take_apart(build_model(open_checkpoint(variant_folder("deepseek_v3"))))
+    names = {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
+    assert parts.outside_buffers == names
+    assert names <= {p.name for p in parts.outside.layer.places}
+    assert not names & {b.name for shared in parts.buffers for b in shared.bindings}
+
+
 def test_layers_differ_in_size_where_they_do() -> None:
     def sizes(name: str) -> list[int]:
         return [p.layer.weight_bytes for p in take_apart(variants.build(name)).layers]
@@ -185,6 +199,27 @@ def test_a_model_that_declares_no_blocks() -> None:
     assert list(find_layers(model)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+def test_of_several_lists_the_largest_is_streamed() -> None:
+    model = Small(nn.ModuleList([Block(), Block()]))
+    model.heads = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+    assert list(find_layers(model)) == ["blocks.0", "blocks.1"]
+
+
+class Declaring(Small):
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+
+def test_a_list_inside_a_block_moves_with_it() -> None:
+    blocks = [Block(), Block()]
+    for block in blocks:
+        block.inner = nn.ModuleList([Block(), Block()])
+    assert list(find_layers(Declaring(nn.ModuleList(blocks)))) == ["blocks.0", "blocks.1"]
+
+
+def test_a_single_block_is_a_layer_where_it_is_declared() -> None:
+    assert list(find_layers(Declaring(nn.ModuleList([Block()])))) == ["blocks.0"]
+
+
 def test_a_model_without_blocks() -> None:
     with pytest.raises(UnsupportedError, match="Small has no list of transformer blocks"):
         find_layers(Small(nn.Linear(4, 4)))
@@ -205,6 +240,16 @@ def test_a_weight_that_two_layers_share_stays_outside() -> None:
     outside = [[b.name for b in bindings] for bindings in parts.outside.bindings]
     assert ["blocks.0.linear.weight", "blocks.2.linear.weight"] in outside
     assert [len(p.layer.places) for p in parts.layers] == [1, 2, 1]
+
+
+def test_a_weight_that_a_layer_shares_with_the_head_stays_outside() -> None:
+    blocks = [Block(), Block()]
+    model = Small(nn.ModuleList(blocks))
+    model.head.weight = blocks[1].linear.weight
+    parts = take_apart(model)
+    check(parts, model)
+    outside = [[b.name for b in bindings] for bindings in parts.outside.bindings]
+    assert ["blocks.1.linear.weight", "head.weight"] in outside
 
 
 def test_layers_whose_modules_are_shared_do_not_move() -> None:
