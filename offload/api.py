@@ -18,8 +18,6 @@ from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
 from offload.device import compute_device
 from offload.errors import BudgetError
-from offload.folder import default_folder
-from offload.layout import Layer
 from offload.memory_limits import host_memory_available
 from offload.models.build import build_model
 from offload.models.hooked import PassOwner
@@ -28,7 +26,6 @@ from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.offloaded import Offload
-from offload.pack import Pack, live_pack, needs_pack
 from offload.scheduler.plan import (
     Budget,
     LayerSize,
@@ -41,6 +38,9 @@ from offload.scheduler.plan import (
 from offload.scheduler.stream import Stream
 from offload.sizes import format_size
 from offload.store import WeightStore
+from offload.store.folder import default_folder
+from offload.store.layout import Layer
+from offload.store.pack import Pack, live_pack, needs_pack
 
 _log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from offload.measure import measure_rates
 from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
 from offload.models.parts import ModelParts
-from offload.pack import Pack
 from offload.report import Report
 from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
 from offload.store import WeightStore
+from offload.store.pack import Pack
 
 SMALL_MODEL = 1 << 30  # bytes streamed; below it rates are measured with less data
 

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from offload import extent
-from offload.checkpoint import open_checkpoint
+from offload.checkpoint import extent, open_checkpoint
 from offload.errors import CheckpointError, UnsupportedError
 
 DTYPES = [

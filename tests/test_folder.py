@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BudgetError
-from offload.folder import (
+from offload.store.folder import (
     atomic_write,
     check_folder,
     default_folder,
@@ -356,7 +356,7 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path):
     """The child outlives the parent; whoever waits must not wait for the child."""
     script = (
         "import os, sys, time\n"
-        "from offload.folder import lock\n"
+        "from offload.store.folder import lock\n"
         "with lock(sys.argv[1], 'pack'):\n"
         "    if os.fork() == 0:\n"
         "        os.close(1); os.close(2)\n"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.layout import ALIGNMENT, Layer, align
-from offload.lazy import Held
+from offload.checkpoint.lazy import Held
+from offload.store.layout import ALIGNMENT, Layer, align
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.int64]
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)

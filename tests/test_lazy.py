@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from offload.checkpoint.lazy import MAX_PIECES, Deferred, Held, LazyTensor, Pieces
+from offload.checkpoint.safetensors_header import read_header
 from offload.errors import UnsupportedError
-from offload.lazy import MAX_PIECES, Deferred, Held, LazyTensor, Pieces
-from offload.safetensors_header import read_header
 
 SHAPES = [(), (1,), (5,), (12,), (3, 4), (4, 3), (1, 6), (6, 1), (2, 3, 4), (4, 1, 2), (1, 1, 5)]
 SHAPES += [(0,), (2, 0, 3), (2, 2, 2, 3)]

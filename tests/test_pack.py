@@ -22,11 +22,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
+from offload.checkpoint.extent import Extent
+from offload.checkpoint.lazy import Deferred, Expression, Held, Pieces
 from offload.errors import BudgetError
-from offload.extent import Extent
-from offload.layout import Layer
-from offload.lazy import Deferred, Expression, Held, Pieces
-from offload.pack import MANIFEST, Pack, live_pack, needs_pack
+from offload.store.layout import Layer
+from offload.store.pack import MANIFEST, Pack, live_pack, needs_pack
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -421,10 +421,10 @@ def test_a_forked_child_neither_removes_nor_keeps_its_parents_folder(tmp_path: P
 
 PEAK = """
 import sys, torch
-from offload.chunk_writer import CHUNK, CHUNKS
-from offload.layout import Layer
-from offload.lazy import Deferred
-from offload.pack import Pack
+from offload.store.chunk_writer import CHUNK, CHUNKS
+from offload.store.layout import Layer
+from offload.checkpoint.lazy import Deferred
+from offload.store.pack import Pack
 
 MIB = 1 << 20
 sizes = []

@@ -16,8 +16,8 @@ import torch
 from offload import aio
 from offload.device import HostDevice
 from offload.errors import ClosedError
-from offload.reader import Reader, ReadLoad
-from offload.reads import Move, ReadOp
+from offload.store.reader import Reader, ReadLoad
+from offload.store.reads import Move, ReadOp
 
 CHUNK = 64 << 10
 CHUNKS = 4

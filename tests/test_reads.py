@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.checkpoint.extent import Extent
+from offload.checkpoint.lazy import Expression, Held, Pieces
 from offload.errors import CheckpointError
-from offload.extent import Extent
-from offload.layout import Layer
-from offload.lazy import Expression, Held, Pieces
-from offload.reads import MAX_GAP, SECTOR, ReadOp, plan_reads
+from offload.store.layout import Layer
+from offload.store.reads import MAX_GAP, SECTOR, ReadOp, plan_reads
 
 FILE_BYTES = 3 << 20
 

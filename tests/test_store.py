@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import save_file
 
 from offload import aio
+from offload.checkpoint.lazy import Deferred, Expression, Held, LazyTensor
+from offload.checkpoint.safetensors_header import read_header
 from offload.device import HostDevice
 from offload.errors import ClosedError
-from offload.layout import Layer
-from offload.lazy import Deferred, Expression, Held, LazyTensor
-from offload.safetensors_header import read_header
 from offload.scheduler.plan import Budget, LayerSize, Plan, Tier, Workload, fixed_plan
 from offload.scheduler.stream import Stream
 from offload.store import POISON, WeightStore
+from offload.store.layout import Layer
 
 DEVICE, CPU, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
 SIZES = [5000, 90_001, 300, 40_000, 7, 66_000]  # elements: of one layer more than of another
@@ -285,7 +285,8 @@ def test_close_while_loading(make: Made) -> None:
     gate.set()
     closing.join(20)
     assert not closing.is_alive()
-    assert computed == ["slow.0"]  # the rest is not loaded to be thrown away
+    # The rest is not loaded to be thrown away, nor the first where the close came before it.
+    assert computed in ([], ["slow.0"])
     with pytest.raises(ClosedError):
         store.start(3, 0, None)
     with pytest.raises(ClosedError, match="closed while its weights were loading"):

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offload.bench.subject import Subject
-from offload.folder import check_folder, default_folder
+from offload.store.folder import check_folder, default_folder
 
 # (subject, weights rest in files, folder for them) -> the model, ready to generate
 Load = Callable[[Subject, bool, "str | None"], AbstractContextManager[PreTrainedModel]]

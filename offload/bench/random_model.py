@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload.bench.shapes import model_class
-from offload.lazy import Deferred, LazyTensor
+from offload.checkpoint.lazy import Deferred, LazyTensor
 
 STD = 0.02  # what these models are born with; nothing overflows float16 at any depth
 _MARKER = "offload_random_model.json"  # says what the folder holds, and whether it is whole
@@ -95,7 +95,7 @@ def write_random_checkpoint(config: PreTrainedConfig, folder: Path, maker: torch
         raise FileExistsError(f"{folder} holds something else; name another --folder, or remove it")
     from safetensors.torch import save_file
 
-    from offload.folder import check_folder
+    from offload.store.folder import check_folder
 
     check_folder(folder, random_checkpoint_bytes(config))
     marker.write_text(json.dumps({**wanted, "complete": False}))

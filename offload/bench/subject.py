@@ -17,11 +17,11 @@ from offload.bench.files import drop_cache, weight_files
 from offload.bench.random_model import random_model, write_random_checkpoint
 from offload.bench.shapes import shape_config
 from offload.checkpoint import open_checkpoint, resolve_model
+from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
-from offload.folder import default_folder
-from offload.lazy import LazyTensor
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
+from offload.store.folder import default_folder
 
 
 @dataclass(frozen=True, slots=True)

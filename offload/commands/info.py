@@ -93,7 +93,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _folder(offload_folder: str | None) -> dict[str, Any]:
-    from offload.folder import default_folder
+    from offload.store.folder import default_folder
 
     folder = Path(offload_folder or default_folder()).expanduser().absolute()
     existing = folder

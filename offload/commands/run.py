@@ -76,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from transformers.utils import logging
 
-    from offload.hub import resolve_model
+    from offload.checkpoint.hub import resolve_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

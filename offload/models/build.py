@@ -18,8 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from offload.checkpoint import Checkpoint
+from offload.checkpoint.lazy import LazyTensor
 from offload.errors import CheckpointError, MissingWeightError, UnsupportedError
-from offload.lazy import LazyTensor
 
 _log = logging.getLogger(__name__)
 

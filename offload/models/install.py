@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from offload.checkpoint.lazy import Held
 from offload.device import ComputeDevice
 from offload.errors import BudgetError, UnsupportedError
-from offload.layout import Layer
-from offload.lazy import Held
 from offload.memory_limits import host_memory_available
 from offload.models.hooked import LayerForward, NotCopied, PassForward, PassOwner
 from offload.models.modules import Binding, ancestors
@@ -19,6 +18,7 @@ from offload.models.parts import ModelParts, Part
 from offload.scheduler.plan import Plan, Tier
 from offload.sizes import format_size
 from offload.store import WeightStore
+from offload.store.layout import Layer
 
 
 def install(

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offload.layout import Layer
-from offload.lazy import Expression, Held, LazyTensor
+from offload.checkpoint.lazy import Expression, Held, LazyTensor
 from offload.models.modules import Binding, Shared, find_layers, shared_buffers, shared_parameters
+from offload.store.layout import Layer
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -59,6 +61,14 @@ def own_threads() -> list[str]:
 def kernel_threads() -> int:
     """All threads of the process, native ones too."""
     return len(os.listdir("/proc/self/task"))
+
+
+def settles(holds: Callable[[], bool], seconds: float = 10) -> bool:
+    """Whether `holds` comes true soon: threads take a moment to end."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
 
 
 def mapped_files() -> set[str]:

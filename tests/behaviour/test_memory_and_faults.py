@@ -63,8 +63,8 @@ def test_cpu_tier_is_not_rounded_up(tmp_path: Path) -> None:
         plan = model.offload.plan
         weights = plan.streamed_bytes
         assert all(8 * MB < layer.weight_bytes < 10 * MB for layer in plan.layers)
-        # A huge page at most is left over in each layer's mapping.
-        assert weights - 8 * MB < taken < weights + plan.slot_total + (12 * 2 + 16) * MB
+        # The ring of the reads was given back; of a huge page at most a part is left in each layer.
+        assert weights - 8 * MB < taken < weights + plan.slot_total + (12 * 2 + 4) * MB
     del model
     gc.collect()
     assert process.resident_bytes() - before < 16 * MB
@@ -102,7 +102,7 @@ def test_200_generate_calls(variant_folder: Folder, tier: str) -> None:
         generate(200)
         assert process.resident_bytes() - memory < 3 * MB
         assert sorted(process.open_files()) == files
-        assert process.kernel_threads() == threads
+        assert process.settles(lambda: process.kernel_threads() <= threads)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -115,7 +115,7 @@ def test_close_gives_everything_back(variant_folder: Folder, tier: str) -> None:
         with offload.run(folder, device_map=tier) as model:
             output(model)
         model.offload.close()  # a second close does nothing
-    assert process.kernel_threads() == threads
+    assert process.settles(lambda: process.kernel_threads() <= threads)
     assert len(process.open_files()) == files
     assert not process.own_threads()
 
@@ -128,7 +128,8 @@ def test_failed_run_gives_everything_back(variant_folder: Folder, tmp_path: Path
             offload.run(folder, device_map="nvme", max_memory={"cpu": 1000})
         with pytest.raises(ValueError, match="does not have"):
             offload.run(folder, device_map={"": "nvme", "model.layers.9": "cpu"})
-    assert (process.kernel_threads(), len(process.open_files())) == (threads, files)
+    assert process.settles(lambda: process.kernel_threads() <= threads)
+    assert len(process.open_files()) == files
 
 
 LIMITED = r"""
@@ -356,4 +357,5 @@ def test_disk_error_while_loading(
     assert caught.value.errno == errno.EIO
     del caught
     gc.collect()
-    assert process.kernel_threads() <= threads and len(process.open_files()) <= files
+    assert process.settles(lambda: process.kernel_threads() <= threads)
+    assert len(process.open_files()) <= files

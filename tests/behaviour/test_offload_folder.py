@@ -273,7 +273,7 @@ def test_offload_folder_of_another_user(tmp_path: Path, variant_folder: Folder) 
         os.setgid(NOBODY)
         os.setuid(NOBODY)
         try:
-            from offload.folder import check_folder
+            from offload.store.folder import check_folder
 
             check_folder(home)
             text = "no error"

@@ -13,7 +13,7 @@ import transformers
 import variants
 
 from offload.checkpoint import open_checkpoint
-from offload.lazy import LazyTensor
+from offload.checkpoint.lazy import LazyTensor
 from offload.models.build import build_model
 
 pytestmark = pytest.mark.compat

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from offload.checkpoint import open_checkpoint
+from offload.checkpoint.lazy import Held
 from offload.errors import UnsupportedError
-from offload.lazy import Held
 from offload.models.build import build_model
 from offload.models.modules import ancestors, find_layers
 from offload.models.parts import ModelParts, take_apart

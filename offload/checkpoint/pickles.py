@@ -8,10 +8,10 @@ import zipfile
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
+from offload.checkpoint.extent import Extent, is_contiguous
+from offload.checkpoint.pickle_machine import CutPickle, PickleMachine, Storage, StoredTensor
+from offload.checkpoint.safetensors_header import check_not_a_pointer
 from offload.errors import CheckpointError, UnsupportedError
-from offload.extent import Extent, is_contiguous
-from offload.pickle_machine import CutPickle, PickleMachine, Storage, StoredTensor
-from offload.safetensors_header import check_not_a_pointer
 
 _MAX_PICKLE = 1 << 28  # bytes; a million tensors stay below this
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 
 from offload import aio
+from offload.checkpoint.lazy import Pieces
 from offload.device import ComputeDevice
-from offload.layout import Layer
-from offload.lazy import Pieces
-from offload.reader import Reader, ReadLoad
-from offload.reads import ReadOp, plan_reads
+from offload.store.layout import Layer
+from offload.store.reader import Reader, ReadLoad
+from offload.store.reads import ReadOp, plan_reads
 
 
 class Disk:

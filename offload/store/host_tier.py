@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 
 from offload import aio
-from offload.disk import Disk
 from offload.errors import ClosedError
-from offload.layout import Layer
-from offload.reader import ReadLoad
-from offload.reads import ReadOp
+from offload.store.disk import Disk
+from offload.store.layout import Layer
+from offload.store.reader import ReadLoad
+from offload.store.reads import ReadOp
 
 
 class HostTier:

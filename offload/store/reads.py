@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offload.checkpoint.lazy import Pieces
 from offload.errors import CheckpointError
-from offload.layout import Layer, align
-from offload.lazy import Pieces
+from offload.store.layout import Layer, align
 
 SECTOR = (
     4096  # bytes; offsets and lengths of direct reads are multiples of it on every common drive

@@ -8,19 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload import pickles, safetensors_header
-from offload.errors import CheckpointError
-from offload.extent import Extent
-from offload.hub import resolve_model
-from offload.weight_files import (
+from offload.checkpoint import pickles, safetensors_header
+from offload.checkpoint.extent import Extent
+from offload.checkpoint.weight_files import (
     Format,
     WeightFiles,
     check_not_quantised,
     find_weight_files,
     read_config,
 )
-
-__all__ = ["Checkpoint", "Extent", "open_checkpoint", "resolve_model"]
+from offload.errors import CheckpointError
 
 _FINGERPRINT_VERSION = 1
 

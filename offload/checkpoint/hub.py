@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+from offload.checkpoint.weight_files import find_weight_files, read_config
 from offload.errors import CheckpointError, ModelNotFoundError
-from offload.weight_files import find_weight_files, read_config
 
 _ALWAYS = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges*")

@@ -15,7 +15,7 @@ import torch
 from offload.aio import AioFile, AioHandle, IOFuture
 from offload.device import ComputeDevice
 from offload.errors import ClosedError, OffloadError
-from offload.reads import ReadOp
+from offload.store.reads import ReadOp
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +104,8 @@ class Reader:
         self._asked.put(None)
         for thread in self._threads:
             thread.join()
+        while not self._free.empty():  # or their memory would live as long as this object
+            self._free.get()
 
     def _submit(self) -> None:
         while (load := self._asked.get()) is not None:

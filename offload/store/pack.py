@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from offload import safetensors_header
-from offload.chunk_writer import ChunkWriter
+from offload.checkpoint import safetensors_header
+from offload.checkpoint.lazy import Expression, Pieces
 from offload.errors import OffloadError
-from offload.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
-from offload.layout import Layer, TensorPlace
-from offload.lazy import Expression, Pieces
-from offload.reads import SECTOR
+from offload.store.chunk_writer import ChunkWriter
+from offload.store.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
+from offload.store.layout import Layer, TensorPlace
+from offload.store.reads import SECTOR
 
 MANIFEST = "manifest.json"
 _LIVE = "live-"

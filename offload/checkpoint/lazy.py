@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from offload.checkpoint.extent import Extent
 from offload.errors import UnsupportedError
-from offload.extent import Extent
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from offload.checkpoint.extent import Extent
 from offload.errors import CheckpointError, UnsupportedError
-from offload.extent import Extent
 
 _LENGTH = 8  # the file begins with the header's length: little-endian, unsigned, 8 bytes
 _MAX_HEADER = 100_000_000  # the format's own limit

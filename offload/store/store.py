@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 
 from offload.device import ComputeDevice
-from offload.disk import Disk
 from offload.errors import ClosedError
-from offload.host_tier import HostTier
-from offload.layout import Layer
-from offload.reader import ReadLoad
-from offload.reads import ReadOp
 from offload.scheduler.plan import Plan, Tier
+from offload.store.disk import Disk
+from offload.store.host_tier import HostTier
+from offload.store.layout import Layer
+from offload.store.reader import ReadLoad
+from offload.store.reads import ReadOp
 
 # Set to 1 to fill a slot with NaN patterns before it is loaded anew: what still reads it shows.
 POISON = "OFFLOAD_POISON"
