@@ -281,7 +281,8 @@ def test_close_while_loading(make: Made) -> None:
     store.open()
     closing = threading.Thread(target=store.close)
     closing.start()
-    time.sleep(0.05)
+    while not store._host._stopped:
+        time.sleep(0.001)
     gate.set()
     closing.join(20)
     assert not closing.is_alive()
