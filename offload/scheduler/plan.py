@@ -130,8 +130,15 @@ def auto_plan(layers: Sequence[LayerSize], budget: Budget, work: Workload) -> Pl
         return plan
     streamed = [Tier.NVME] * len(layers)
     least = _fit_depth(layers, streamed, budget, work)
+    # A slot is as large as the largest layer that moves: one that stays may cost less than that.
+    for index in sorted(range(len(layers)), key=lambda i: -layers[i].slot_bytes):
+        if least is not None:
+            break
+        streamed[index] = Tier.DEVICE
+        least = _fit_depth(layers, streamed, budget, work)
     if least is None:
-        raise BudgetError(_too_small(_assemble(layers, streamed, budget, work, 1), budget))
+        every = [Tier.NVME] * len(layers)
+        raise BudgetError(_too_small(_assemble(layers, every, budget, work, 1), budget))
     tiers = _promote(layers, streamed, Tier.DEVICE, budget, work, least.depth)
     # With nothing left in files no memory is needed for disk reads: that is tried first.
     no_files = [Tier.CPU if tier is Tier.NVME else tier for tier in tiers]

@@ -290,3 +290,16 @@ def test_nothing_to_place(shared: bool) -> None:
     assert fixed_plan([], [], Budget(0, 0, shared), nothing).slots == 0
     empty = auto_plan([layer(0)] * 3, Budget(0, 0, shared), nothing)
     assert empty.count(Tier.DEVICE) == 3
+
+
+def test_a_layer_much_larger_than_the_rest_stays() -> None:
+    """Two slots of it do not fit, but it does, beside two slots of the others."""
+    layers = [
+        LayerSize(f"l{i}", n, n) for i, n in enumerate([1 << 20, 100 << 20, 1 << 20, 1 << 20])
+    ]
+    work = Workload(outside_bytes=0, reserve_bytes=0, depth=1, max_chunk_bytes=4096, max_chunks=1)
+    with pytest.raises(BudgetError):
+        auto_plan(layers, Budget(device=80 << 20, cpu=1 << 20), work)
+    plan = auto_plan(layers, Budget(device=120 << 20, cpu=1 << 20), work)
+    assert plan.tiers[1] is Tier.DEVICE
+    assert plan.slot_bytes <= 1 << 20
