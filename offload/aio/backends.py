@@ -12,6 +12,7 @@ from typing import Any
 from . import native, regions
 from .engine import Engine, Shape, Ticket
 from .errors import BackendUnavailable
+from .extension import WHY_NOT
 from .file import Descriptors
 from .hints import setup_hint
 from .libaio import LibaioEngine
@@ -110,7 +111,7 @@ def _refusal(name: str, error: OSError) -> dict[str, Any]:
     code = error.errno or errno.ENOSYS
     reason = error.strerror or os.strerror(code)
     hint = setup_hint(name, code)
-    if hint is not None and hint not in reason:
+    if hint is not None and hint not in reason and reason != WHY_NOT:
         reason = f"{reason}; {hint}"
     return {"backend": name, "ok": False, "errno": code, "reason": reason}
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from . import regions, system
 from .cudart import Cudart, cuda_state
 from .errors import AioClosedError
+from .extension import _aio
 from .hints import memlock_hint
 from .mapping import HUGE_PAGE, Huge, Mapping
-from .native import _aio
 
 Lock = Literal["auto", "cuda", "mlock", False]
 

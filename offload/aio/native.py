@@ -9,16 +9,9 @@ from typing import Any
 
 from . import regions
 from .engine import Shape, Ticket
+from .extension import WHY_NOT, _aio
 from .file import Descriptors
 from .hints import memlock_hint
-
-try:
-    from . import _aio  # type: ignore[attr-defined]
-
-    WHY_NOT = ""
-except ImportError as error:
-    _aio = None
-    WHY_NOT = f"the compiled extension is not there: {error}"
 
 BACKENDS: tuple[str, ...] = ("uring-fixed", "uring", "libaio", "threads")
 

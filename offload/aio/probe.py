@@ -7,8 +7,8 @@ import platform
 import resource
 from typing import Any
 
-from . import native
 from .backends import BACKENDS, try_out
+from .extension import WHY_NOT
 from .file import AioFile
 
 
@@ -19,7 +19,7 @@ def probe(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "selected": next(entry["backend"] for entry in tried if entry["ok"]),
         "backends": tried,
-        "extension": native.WHY_NOT or "built",
+        "extension": WHY_NOT or "built",
         "kernel": platform.release(),
         "memlock": None if soft == resource.RLIM_INFINITY else soft,
         "memlock_hard": None if hard == resource.RLIM_INFINITY else hard,

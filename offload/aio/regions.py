@@ -6,10 +6,7 @@ import itertools
 import weakref
 from typing import Any, Protocol
 
-try:
-    from . import _aio  # type: ignore[attr-defined]
-except ImportError:
-    _aio = None
+from .extension import _aio
 
 
 class Listener(Protocol):

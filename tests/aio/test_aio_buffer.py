@@ -1,6 +1,7 @@
 """Memory: aligned, of exact size, on huge pages, pinned in chunks, there as long as needed."""
 
 import gc
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from offload import aio
 from offload.aio import buffer as buffers
-from offload.aio import mapping
+from offload.aio import extension, mapping
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -141,10 +142,10 @@ def test_populating_beside_reading(direct_file, content):
 
 def test_every_view_is_the_same_memory():
     buffer = aio.alloc(5 * MIB, lock=False)
-    array = numpy.frombuffer(buffer, numpy.uint8)
+    array = numpy.frombuffer(buffer.view(), numpy.uint8)
     tensor, other = buffer.tensor(), torch.from_dlpack(buffer)
     array[7] = 9
-    assert tensor[7] == other[7] == memoryview(buffer)[7] == numpy.asarray(buffer)[7] == 9
+    assert tensor[7] == other[7] == buffer.view()[7] == numpy.asarray(buffer)[7] == 9
     assert numpy.from_dlpack(buffer)[7] == 9
     assert tensor.data_ptr() == other.data_ptr() == buffer.address
     assert buffer.tensor(HUGE, 3 * MIB).shape == (MIB,)
@@ -152,12 +153,27 @@ def test_every_view_is_the_same_memory():
     assert tensor[8:24].view(torch.float64).shape == (2,)
 
 
+def test_the_buffer_protocol():
+    if sys.version_info < (3, 12) and extension._aio is None:
+        pytest.skip("before Python 3.12 it takes the compiled extension")
+    buffer = aio.alloc(5000, lock=False)
+    buffer.view()[7] = 9
+    view = memoryview(buffer)
+    assert (view[7], len(view), view.readonly, view.format) == (9, 5000, False, "B")
+    assert numpy.frombuffer(buffer, numpy.uint8)[7] == 9
+    assert torch.frombuffer(buffer, dtype=torch.uint8)[7] == 9
+    buffer.close()
+    assert view[7] == 9
+    with pytest.raises(aio.AioClosedError):
+        memoryview(buffer)
+
+
 def test_memory_goes_with_its_last_user():
     gc.collect()
     before = mapped()
     buffer = aio.alloc(64 * MIB, lock=False)
     tensor = buffer.tensor()[5:].view(torch.uint8)
-    view = memoryview(buffer)
+    view = buffer.view()
     address = buffer.address
     buffer.close()
     assert buffer.closed

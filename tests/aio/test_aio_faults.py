@@ -233,8 +233,11 @@ def test_no_native_queue_is_left(name, run_python):
         pytest.skip(f"fs.aio-max-nr is {limit}: too many to hold")
     done = run_python(
         "import ctypes, sys\nfrom offload import aio\nfrom offload.aio.libaio import Calls\n"
-        "context = ctypes.c_void_p()\n"
-        "assert Calls()('io_setup', int(sys.argv[2]), ctypes.byref(context)) == 0\n"
+        "calls, held, size = Calls(), [], int(sys.argv[2])\n"
+        "while size:\n"  # others on this machine may hold some
+        "    context = ctypes.c_void_p()\n"
+        "    if calls('io_setup', size, ctypes.byref(context)) == 0: held.append(context)\n"
+        "    else: size //= 2\n"
         "try: aio.AioHandle(backend=sys.argv[1])\n"
         "except aio.BackendUnavailable as error: print(error.errno, error)\n",
         name, limit,
@@ -264,10 +267,11 @@ def test_without_locked_memory_and_without_root(data_file, content, run_python):
     assert bytes.fromhex(read) == content[4096 : 4096 + MIB]
     assert locked is False
     assert "ulimit -l` allows 0 KiB" in reason
-    fixed = found["tried"][0]
-    assert (fixed["backend"], fixed["ok"]) == ("uring-fixed", False)
-    assert "ulimit -l" in fixed["reason"]
-    assert found["selected"] in ("uring", "libaio", "threads")
+    if why_not("uring-fixed") is None:
+        fixed = found["tried"][0]
+        assert (fixed["backend"], fixed["ok"]) == ("uring-fixed", False)
+        assert "ulimit -l" in fixed["reason"]
+        assert found["selected"] == "uring"
 
 
 def test_more_memory_than_may_be_registered_is_read_all_the_same(data_file, content, run_python):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import needs_root
+from conftest import needs_root, why_not
 
 from offload import aio
 
@@ -40,6 +40,8 @@ def test_tmpfs_says_why_not():
 
 @pytest.mark.parametrize("backend", ["libaio", "ctypes-libaio"])
 def test_native_aio_refuses_the_page_cache(backend, data_file):
+    if why_not(backend) is not None:
+        pytest.skip(why_not(backend))
     with aio.open(data_file, direct=False) as file, aio.AioHandle(backend=backend) as handle:
         with pytest.raises(aio.BackendUnavailable, match="without blocking"):
             handle.pread(bytearray(10), file)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offload import aio
-from offload.aio import native
+from offload.aio import extension
 from offload.aio.backends import BACKENDS
 from offload.aio.file import Descriptors
 from offload.aio.request import Request, misaligned, plan
@@ -139,8 +139,8 @@ def test_plans_cover_each_byte_once_and_never_share_a_page(
         pages.setdefault(kind, set()).update({start // grain, (end - 1) // grain})
     if len(pages) == 2:
         assert not pages["cache"] & pages["drive"]
-    if native._aio is not None:
-        assert parts == native._aio.plan(
+    if extension._aio is not None:
+        assert parts == extension._aio.plan(
             write, direct, mem_align, offset_align, address, offset, nbytes
         )
 

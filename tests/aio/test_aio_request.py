@@ -6,7 +6,7 @@ import pytest
 from aio_faults import scripted
 
 from offload import aio
-from offload.aio import libaio, native
+from offload.aio import extension, libaio
 from offload.aio.engine import Shape
 from offload.aio.file import Descriptors
 from offload.aio.request import BUFFERED, DIRECT, Request, Transfer, settle
@@ -153,8 +153,8 @@ def test_without_overlap_a_batch_is_drained_first(direct_file, overlap):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_without_overlap_the_compiled_engine_drains_too(direct_file, monkeypatch, overlap):
-    if native._aio is None:
-        pytest.skip(native.WHY_NOT)
+    if extension._aio is None:
+        pytest.skip(extension.WHY_NOT)
     # One completion at a time (shuffled), so that there is room while others are in flight.
     monkeypatch.setattr(aio.backends, "select", scripted(shuffle=1))
     with aio.AioHandle(PAGE, 4, overlap_events=overlap) as handle:

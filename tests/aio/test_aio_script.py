@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import aio
-from offload.aio import backends, native
+from offload.aio import backends, extension
 
-if native._aio is None:
-    pytest.skip(native.WHY_NOT, allow_module_level=True)
+if extension._aio is None:
+    pytest.skip(extension.WHY_NOT, allow_module_level=True)
 
 BLOCK = 16 << 10
 
