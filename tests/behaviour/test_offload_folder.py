@@ -104,19 +104,21 @@ with offload.run(folder, device_map=tier, offload_folder=home, dtype=dtype) as m
 """
 
 
+def of_one_shape(folder: Path, count: int) -> list[Path]:
+    """Checkpoints that differ in their weights alone, and one that does not fit them."""
+    paths = [variants.save("llama", folder / str(i), seed=i) for i in range(count - 1)]
+    return [*paths, variants.save("qwen3", folder)]
+
+
 @pytest.mark.compat
-def test_second_model_in_a_used_folder(variant_folder: Folder, tmp_path: Path) -> None:
+def test_second_model_in_a_used_folder(tmp_path: Path) -> None:
     """Each answers as itself, also at the same time in one folder."""
-    names = ["llama", "llama3-rope", "qwen3", "gpt2"]
-    models = [
-        offload.run(
-            variant_folder(n), device_map="nvme", dtype="bfloat16", offload_folder=tmp_path / "home"
-        )
-        for n in names
-    ]
-    for name, model in [*zip(names, models, strict=True)] * 2:
-        plain = comparison.plain_model(variant_folder(name), dtype=torch.bfloat16)
-        assert torch.equal(output(model, name), output(plain, name))
+    folders = of_one_shape(tmp_path, 4)
+    arguments = {"device_map": "nvme", "dtype": "bfloat16", "offload_folder": tmp_path / "home"}
+    models = [offload.run(folder, **arguments) for folder in folders]
+    for folder, model in [*zip(folders, models, strict=True)] * 2:
+        plain = comparison.plain_model(folder, dtype=torch.bfloat16)
+        assert torch.equal(output(model), output(plain))
     for model in models:
         model.offload.close()
 
@@ -301,19 +303,19 @@ def test_offload_folder_is_a_file(tmp_path: Path, variant_folder: Folder) -> Non
 
 @pytest.mark.parametrize("same", [True, False])
 def test_processes_share_a_folder(variant_folder: Folder, tmp_path: Path, same: bool) -> None:
-    names = ["llama"] * 4 if same else ["llama", "llama3-rope", "qwen3", "mistral"]
+    folders = [variant_folder("llama")] * 4 if same else of_one_shape(tmp_path, 4)
     home = tmp_path / "home"
     children = [
-        child(RUN, name, variant_folder(name), home, "bfloat16", "nvme", tmp_path / f"{i}.pt")
-        for i, name in enumerate(names)
+        child(RUN, "llama", folder, home, "bfloat16", "nvme", tmp_path / f"{i}.pt")
+        for i, folder in enumerate(folders)
     ]
     for one in children:
         finish(one)
-    for i, name in enumerate(names):
-        plain = comparison.plain_model(variant_folder(name), dtype=torch.bfloat16)
-        assert torch.equal(torch.load(tmp_path / f"{i}.pt"), output(plain, name))
+    for i, folder in enumerate(folders):
+        plain = comparison.plain_model(folder, dtype=torch.bfloat16)
+        assert torch.equal(torch.load(tmp_path / f"{i}.pt"), output(plain))
     packs = {Path(f).parent for f in files(home) if f.endswith("manifest.json")}
-    assert len(packs) == len(set(names))
+    assert len(packs) == len(set(folders))
 
 
 FORK = """
