@@ -118,7 +118,7 @@ def _refusal(name: str, error: OSError) -> dict[str, Any]:
 
 def _warn_of_downgrade(tried: list[dict[str, Any]]) -> None:
     for entry in tried:
-        text = f"{entry['backend']} is not in use: {entry['reason']}"
-        if not entry["ok"] and text not in _warned:
-            _warned.add(text)
-            _log.warning("%s", text)
+        # Once for each reason: backends that share one were not lost separately.
+        if not entry["ok"] and entry["reason"] not in _warned:
+            _warned.add(entry["reason"])
+            _log.warning("%s is not in use: %s", entry["backend"], entry["reason"])
