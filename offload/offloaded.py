@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from offload.device import ComputeDevice
+from offload.errors import UnsupportedError
 from offload.measure import measure_rates
 from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
 from offload.models.parts import ModelParts
+from offload.models.placeholder import Placeholder
 from offload.report import Report
 from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
@@ -187,3 +189,14 @@ class _OffloadedModel(NotCopied, PreTrainedModel):
         if here and (dtype is None or dtype == self.dtype):
             return self
         refuse_move()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the plain model, unless the embedding or the head is streamed."""
+        for module in (self.get_input_embeddings(), self.get_output_embeddings()):
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Placeholder):
+                raise UnsupportedError(
+                    f"{weight.weight} is streamed and cannot change its size: resize the "
+                    "plain model first, or leave the embedding out of device_map"
+                )
+        return super().resize_token_embeddings(*args, **kwargs)

@@ -81,10 +81,13 @@ class PassOwner:
 class NotCopied:
     """What belongs to one stream and its slots: a copy would read memory that it does not own."""
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __copy__(self) -> NoReturn:
         raise TypeError(
             "an offloaded model cannot be copied: call offload.run a second time instead"
         )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an offloaded model cannot be pickled: pickle its folder's path instead")
@@ -163,6 +166,9 @@ class LayerForward(_Forward):
         self._in_slot.clear()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for (holder, key), empty in zip(self._places, self._empty, strict=True):
+            if holder.get(key) is not empty:
+                self._refuse_replaced(holder.get(key), empty)
         slot = self._stream.acquire(self._site)
         try:
             for (holder, key), parameter in zip(self._places, self._in_slot[slot], strict=True):
@@ -172,6 +178,15 @@ class LayerForward(_Forward):
             for (holder, key), empty in zip(self._places, self._empty, strict=True):
                 holder[key] = empty
             self._stream.release(self._site)
+
+    def _refuse_replaced(self, found: nn.Parameter | None, empty: nn.Parameter) -> None:
+        """A weight of the user's own, where a forward would cover it with the stored one."""
+        if any(found is parameter for row in self._in_slot for parameter in row):
+            return  # left by Ctrl-C in the middle of taking them out
+        raise UnsupportedError(
+            f"{empty.weight} was replaced or deleted after offload.run, which streams the stored "  # type: ignore[attr-defined]
+            "weight: change weights before, or replace the module that holds it"
+        )
 
 
 def _refuse_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

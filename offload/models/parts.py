@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from offload.checkpoint.lazy import Expression, Held, LazyTensor
 from offload.models.modules import Binding, Shared, find_layers, shared_buffers, shared_parameters
+from offload.models.placeholder import Placeholder
 from offload.store.layout import Layer
 
 
@@ -28,7 +29,7 @@ class Part:
     placeholders: list[nn.Parameter] = field(default_factory=list)
 
     def detach(self) -> None:
-        """Put meta parameters in the model where this layer's tensors were."""
+        """Put placeholders in the model where this layer's tensors were."""
         for bindings, placeholder in zip(self.bindings, self.placeholders, strict=True):
             for b in bindings:
                 b.module._parameters[b.key] = placeholder
@@ -108,13 +109,7 @@ def take_apart(model: PreTrainedModel, own_tier: Sequence[str] = ()) -> ModelPar
 def _part(name: str, tensors: Sequence[Shared], users: Sequence[nn.Module]) -> Part:
     layer = Layer.lay_out(name, [(s.name, _expression(s.tensor)) for s in tensors])
     with torch.inference_mode(False):
-        placeholders = [
-            nn.Parameter(
-                torch.empty(s.tensor.shape, dtype=s.tensor.dtype, device="meta"),
-                requires_grad=s.tensor.requires_grad,
-            )
-            for s in tensors
-        ]
+        placeholders = [Placeholder.parameter(s.name, s.tensor) for s in tensors]
     return Part(layer, tuple(users), tuple(s.bindings for s in tensors), placeholders)
 
 
