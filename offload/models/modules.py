@@ -57,7 +57,13 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         if all(type(child).__name__ in declared for child in module)
     ]
     if not chosen:
-        equal = [(n, m) for n, m in lists if len(m) > 1 and len({type(c) for c in m}) == 1]
+        equal = [
+            (n, m)
+            for n, m in lists
+            if len(m) > 1
+            and len({type(c) for c in m}) == 1
+            and not isinstance(m[0], (nn.ModuleList, nn.ModuleDict))  # nobody calls these
+        ]
         chosen = sorted(equal, key=lambda item: -_size(item[1]))[:1]
     outermost = [
         (name, module)

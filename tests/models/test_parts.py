@@ -205,6 +205,16 @@ def test_of_several_lists_the_largest_is_streamed() -> None:
     assert list(find_layers(model)) == ["blocks.0", "blocks.1"]
 
 
+def test_a_list_of_lists_is_not_a_list_of_blocks() -> None:
+    """Nobody calls a list, so nothing would bring its weights; Funnel is made this way."""
+    lists = [nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block(), Block()])]
+    assert list(find_layers(Small(nn.ModuleList(lists)))) == [
+        "blocks.1.0",
+        "blocks.1.1",
+        "blocks.1.2",
+    ]
+
+
 class Declaring(Small):
     _no_split_modules = ["Block"]  # noqa: RUF012
 
