@@ -84,6 +84,8 @@ void Worker::run() {
         const unsigned count =
             backend_->reap(completions.data(), static_cast<unsigned>(completions.size()), idle);
         if (idle && !full) lane_.unpark(sleeper_);
+        // First the counters: who sees a request ended finds its transfers counted.
+        publish();
         for (unsigned i = 0; i < count; ++i) finish(completions[i]);
         if (in_flight_ == 0) draining_ = false;
     }
@@ -93,12 +95,16 @@ void Worker::take_mail() {
     std::vector<std::uint64_t> files, regions;
     {
         const std::lock_guard lock(mail_mutex_);
-        published_ = backend_->counters();
         files.swap(dropped_files_);
         regions.swap(dropped_regions_);
     }
     for (const std::uint64_t serial : files) backend_->drop_file(serial);
     for (const std::uint64_t serial : regions) backend_->drop_region(serial);
+}
+
+void Worker::publish() {
+    const std::lock_guard lock(mail_mutex_);
+    published_ = backend_->counters();
 }
 
 void Worker::fill() {

@@ -37,6 +37,7 @@ class Worker {
   private:
     void run();
     void take_mail();
+    void publish();
     void fill();
     void submit();
     void finish(const Completion& completion);
