@@ -26,9 +26,7 @@ def reserved(nbytes: int) -> Iterator[bool]:
         yield True
         return
     try:
-        with open(_FOLDER + "nr_hugepages") as file:
-            before = int(file.read())
-        _set(before + missing)
+        _add(missing)
     except (OSError, ValueError):  # only root may
         yield False
         return
@@ -36,9 +34,11 @@ def reserved(nbytes: int) -> Iterator[bool]:
         yield free_huge_bytes() >= nbytes
     finally:
         with contextlib.suppress(OSError):
-            _set(before)
+            _add(-missing)  # not the old number: another run may have added its own
 
 
-def _set(pages: int) -> None:
+def _add(pages: int) -> None:
+    with open(_FOLDER + "nr_hugepages") as file:
+        present = int(file.read())
     with open(_FOLDER + "nr_hugepages", "w") as file:
-        file.write(str(pages))
+        file.write(str(max(0, present + pages)))
