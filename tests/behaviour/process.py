@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -21,6 +22,11 @@ def status(key: str) -> int:
 def resident_bytes() -> int:
     """The memory of this process now; huge pages are counted apart by the kernel."""
     return status("VmRSS") + status("HugetlbPages")
+
+
+def trim() -> None:
+    """Let the allocator give back what is free in it; how much it keeps is a matter of history."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class PeakMemory:
