@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from offload.checkpoint import Checkpoint
 from offload.checkpoint.lazy import LazyTensor
-from offload.errors import CheckpointError, MissingWeightError, UnsupportedError
+from offload.checkpoint.weight_files import read_json
+from offload.errors import CheckpointError, MissingWeightError, OffloadError, UnsupportedError
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +44,14 @@ def build_model(
     CheckpointError where shapes differ.
     """
     folder = checkpoint.folder
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _blamed_on(folder / "config.json"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     cls = _resolve_class(config, folder, model_class, trust_remote_code)
     options: dict[str, Any] = {}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     state = {name: LazyTensor.of(extent) for name, extent in checkpoint.tensors.items()}
-    with _LOADING, _quiet_loading():
+    with _LOADING, _quiet_loading(), _blamed_on(folder / "config.json"):
         loaded: Any = _guarded(cls, folder).from_pretrained(
             None,
             config=config,
@@ -62,8 +64,11 @@ def build_model(
     model.__class__ = cls
     _check(model, info, folder)
     model.config._name_or_path = model.name_or_path = str(folder)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    generation = folder / "generation_config.json"
+    if model.can_generate() and generation.is_file():
+        read_json(generation)
+        with _blamed_on(generation):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -86,8 +91,9 @@ def _resolve_class(
         return get_class_from_dynamic_module(remote, str(folder))
     if wanted is None:
         for name in config.architectures or ():
-            if hasattr(transformers, name):
-                return getattr(transformers, name)
+            named = getattr(transformers, str(name), None)
+            if isinstance(named, type) and issubclass(named, PreTrainedModel):
+                return named
     if type(config) not in auto._model_mapping:
         hint = "; pass trust_remote_code=True if you trust its code" if remote else ""
         raise UnsupportedError(
@@ -189,6 +195,20 @@ def _found_by_tie(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
     return any(
         other not in missing for other in (source, *(t for t, s in tied.items() if s == source))
     )
+
+
+@contextmanager
+def _blamed_on(file: Path) -> Iterator[None]:
+    """Errors that name neither file nor value, such as KeyError('nosuch'), as one that does."""
+    try:
+        yield
+    except (OffloadError, OSError, ImportError, RuntimeError, ValueError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: transformers {transformers.__version__} cannot use this "
+            f"({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
 
 
 @contextmanager
