@@ -35,7 +35,7 @@ def test_config(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("names", [["NoSuchModel"], ["os"], ["LlamaConfig"], [None], []])
+@pytest.mark.parametrize("names", [["NoSuchModel"], ["os"], ["LlamaConfig"], []])
 def test_architectures_that_are_no_models(
     variant_folder: Folder, tmp_path: Path, names: list[Any]
 ) -> None:
