@@ -353,6 +353,41 @@ def test_weights_on_disk_are_not_changed_in_place(
     same(lazy["bias"], real["bias"])
 
 
+def test_scratch_is_changed_in_place(
+    experts: tuple[dict[str, torch.Tensor], dict[str, LazyTensor]],
+) -> None:
+    """Initialisers draw numbers into tensors that they have made from a weight."""
+
+    def program(t: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        doubled = t["bias"] * 2
+        later, tail = doubled + 1, doubled[6:]
+        doubled.fill_(3).clamp_(0, 2)
+        return [doubled, later, tail, t["bias"] + doubled, torch.zeros_like(t["bias"]).add_(5)]
+
+    real, lazy = experts
+    with torch.no_grad():
+        for a, b in zip(program(dict(lazy)), program(real), strict=True):
+            assert torch.equal(a.read() if isinstance(a, LazyTensor) else a, b)
+        scratch = lazy["bias"] * 2
+        with pytest.raises(UnsupportedError, match="cannot be changed"):
+            torch.add(scratch, 1, out=lazy["bias"])
+    same(lazy["bias"], real["bias"])
+
+
+@pytest.mark.parametrize(
+    "make", [torch.empty_like, torch.zeros_like, torch.rand_like, lambda t: t.new_ones(3)]
+)
+def test_what_is_made_like_a_weight_is_real(
+    make: Callable[[torch.Tensor], torch.Tensor],
+    experts: tuple[dict[str, torch.Tensor], dict[str, LazyTensor]],
+    reads: list[int],
+) -> None:
+    made, want = make(experts[1]["bias"]), make(experts[0]["bias"])
+    assert type(made) is torch.Tensor and made.shape == want.shape and made.dtype == want.dtype
+    made.fill_(7)
+    assert made.device == want.device and made.is_contiguous() and not reads
+
+
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [

@@ -113,6 +113,7 @@ class LazyTensor(torch.Tensor):
     """
 
     expression: Expression
+    scratch: bool = False  # the result of a calculation, which may be changed in place
 
     @staticmethod
     def __new__(cls, expression: Expression) -> LazyTensor:
@@ -157,12 +158,35 @@ class LazyTensor(torch.Tensor):
         rearranged = _rearrange(func, args, kwargs)
         if rearranged is not None:
             return rearranged
+        if func in _FACTORIES:
+            return func(*tree_map_only(LazyTensor, _stand_in, args), **kwargs)
         if func._schema.is_mutable:
+            if _changes_scratch(func, args):
+                return _change(func, args, kwargs)
             raise UnsupportedError(
                 f"{func} would change a weight while the model is being built; weights that stay "
                 f"on disk cannot be changed"
             )
         return _defer(func, args, kwargs)
+
+
+def _stand_in(x: LazyTensor) -> torch.Tensor:
+    """A real tensor of this shape and dtype that takes no memory."""
+    return torch.empty((), dtype=x.dtype).expand(x.shape)
+
+
+def _changes_scratch(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether what `func` writes is a scratch tensor alone: no weight, and no view of one."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    return written.index(True) == 0 and isinstance(args[0], LazyTensor) and args[0].scratch
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
+    """Run an operation that changes its first argument, a scratch tensor, now."""
+    values, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
+    func(*values, **kwargs)
+    args[0].expression = Held(values[0])
+    return args[0]
 
 
 def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,11 +204,16 @@ def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except NotImplementedError:  # the result's shape depends on values
         real = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
         return func(*real[0], **real[1])
-    if isinstance(result, torch.Tensor):
-        return LazyTensor(Deferred(func, args, kwargs, None, result.shape, result.dtype))
-    return [
-        LazyTensor(Deferred(func, args, kwargs, i, m.shape, m.dtype)) for i, m in enumerate(result)
+    if not func.is_view:  # what its arguments are now, should one of them be changed later
+        args, kwargs = tree_map_only(LazyTensor, lambda t: LazyTensor(t.expression), (args, kwargs))
+    single = isinstance(result, torch.Tensor)
+    parts = [
+        LazyTensor(Deferred(func, args, kwargs, None if single else i, m.shape, m.dtype))
+        for i, m in enumerate([result] if single else result)
     ]
+    for part in parts:
+        part.scratch = not func.is_view
+    return parts[0] if single else parts
 
 
 def _rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,6 +330,20 @@ def _unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor] | None:
 def _clone(x: LazyTensor, *, memory_format: Any = None) -> LazyTensor:
     return LazyTensor(x.expression)
 
+
+# They ask for a shape and a dtype only.
+_FACTORIES = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
 
 _REARRANGEMENTS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _same,
