@@ -16,6 +16,10 @@ from offload.store.layout import Layer
 from offload.store.reader import ReadLoad
 from offload.store.reads import ReadOp
 
+# Layers whose memory is touched and pinned before they are read. More would only take processors
+# and memory bandwidth from the reads of the first layers.
+AHEAD = 3
+
 
 class HostTier:
     """One mapping a layer, in slot layout, so that a pass makes one copy a layer.
@@ -93,19 +97,26 @@ class HostTier:
     def _fill(
         self, disk: Disk, ops: Mapping[int, tuple[ReadOp, ...]], on_layer: Callable[[int], None]
     ) -> None:
+        indices = list(self._layers)
         with ThreadPoolExecutor(1, thread_name_prefix="offload-pin") as pool:
-            memory: dict[int, Future[aio.AlignedBuffer]] = {
-                i: pool.submit(aio.alloc, max(1, layer.nbytes), lock=self._lock)
-                for i, layer in self._layers.items()
-            }
+            memory: dict[int, Future[aio.AlignedBuffer]] = {}
+
+            def prepare(position: int) -> None:
+                for i in indices[position : position + 1]:
+                    nbytes = max(1, self._layers[i].nbytes)
+                    memory[i] = pool.submit(aio.alloc, nbytes, lock=self._lock)
+
+            for position in range(AHEAD):
+                prepare(position)
             under_way: tuple[int, ReadLoad, torch.Tensor] | None = None
             try:
-                for i, layer in self._layers.items():
+                for position, i in enumerate(indices):
                     if self._stopped:
                         break
-                    buffer = self.buffers[i] = memory[i].result()
-                    target = buffer.tensor()[: layer.nbytes]
-                    load = disk.begin_fill(layer, ops[i], target)
+                    buffer = self.buffers[i] = memory.pop(i).result()
+                    prepare(position + AHEAD)
+                    target = buffer.tensor()[: self._layers[i].nbytes]
+                    load = disk.begin_fill(self._layers[i], ops[i], target)
                     if under_way is not None:  # only now, so that the disk has the next to read
                         self._arrive(disk, on_layer, *under_way)
                     under_way = (i, load, target)

@@ -103,7 +103,9 @@ class Reader:
         self._closed = True
         self._asked.put(None)
         for thread in self._threads:
-            thread.join()
+            # A collected model may be closed by whichever thread the collector ran in.
+            if thread is not threading.current_thread():
+                thread.join()
         while not self._free.empty():  # or their memory would live as long as this object
             self._free.get()
 
