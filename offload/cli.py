@@ -44,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     try:
+        if sys.stdout is None:  # so does Python without file descriptor 1
+            raise OSError("standard output is closed: there is nowhere to write the result")
         args = build_parser().parse_args(argv)
         _plain_messages()
         code = args.execute(args)

@@ -174,6 +174,8 @@ def _check_sampling(args: argparse.Namespace) -> None:
         raise ValueError("--temperature and --seed belong to --sample")
     if args.temperature is not None and not args.temperature > 0:
         raise ValueError(f"--temperature must be above zero, got {args.temperature}")
+    if args.seed is not None and not -(1 << 63) <= args.seed < 1 << 64:
+        raise ValueError(f"--seed must be a number of 64 bits, got {args.seed}")
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -187,9 +189,9 @@ def _prompt(args: argparse.Namespace) -> str:
             raise ValueError(f"{source} is not UTF-8 text: {error}") from error
     else:
         source = "standard input"
-        if sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             print("Prompt, then Ctrl-D:", file=sys.stderr)
-        text = sys.stdin.read()
+        text = sys.stdin.read() if sys.stdin is not None else ""  # None: it was closed
     if not text.strip():
         raise ValueError(f"the prompt ({source}) is empty; see --prompt and --prompt-file")
     return text

@@ -35,6 +35,7 @@ CASES: dict[tuple[str, ...], str] = {
     (*RUN, "--prefetch", "1.5"): "'1.5' is not a whole number above zero",
     (*RUN, "--temperature", "2"): "belong to --sample",
     (*RUN, "--sample", "--temperature", "0"): "--temperature must be above zero, got 0.0",
+    (*RUN, "--sample", "--seed", "9" * 23): "--seed must be a number of 64 bits",
     (*RUN, "--offload-folder", "BINARY", *CAST): "is a file",
     ("bench",): "required: BENCHMARK",
     ("bench", "throughput"): "--shape NAME or --model FOLDER",

@@ -56,6 +56,26 @@ def test_a_reader_that_leaves_is_no_error(chat_model: Path) -> None:
     assert "Traceback" not in err and "error" not in err and "Exception" not in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "closed", "words"),
+    [
+        (["run", "MODEL"], "<&-", "the prompt (standard input) is empty"),
+        (["info"], ">&-", "standard output is closed"),
+    ],
+)
+def test_closed_streams(chat_model: Path, arguments: list[str], closed: str, words: str) -> None:
+    command = [sys.executable, "-m", "offload", *arguments]
+    command = [str(chat_model) if word == "MODEL" else word for word in command]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and words in done.stderr
+
+
 def test_ctrl_c_ends_it_at_once(chat_model: Path) -> None:
     # Its positions are no hard limit, so this would run for long.
     options = ("--prompt", "w5", "--max-new-tokens", 1000000, "--device-map", "nvme")
