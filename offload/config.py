@@ -15,6 +15,7 @@ from offload.scheduler.plan import Tier
 _TIER_NAMES = {"cpu": Tier.CPU, "nvme": Tier.NVME, "disk": Tier.NVME}
 ENGINES = ("auto", "transformers")
 MAX_PREFETCH = 64
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,10 @@ def _tier(name: str, value: Any, compute: torch.device) -> Tier:
     if isinstance(value, (int, torch.device)) or (
         isinstance(value, str) and value.startswith("cuda")
     ):
-        index = value if isinstance(value, int) else torch.device(value).index or 0
+        try:
+            index = value if isinstance(value, int) else torch.device(value).index or 0
+        except RuntimeError as error:
+            raise ValueError(f"device_map[{name!r}]={value!r} is no device: {error}") from error
         if compute.type == "cpu" and value == 0:
             return Tier.DEVICE
         if compute.type == "cuda" and index == compute.index:
@@ -156,6 +160,8 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype | str:
         return "auto"
     else:
         chosen = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not 'auto' or a floating-point dtype of torch")
+    if chosen not in _DTYPES:
+        raise ValueError(
+            f"dtype={dtype!r} is not 'auto', 'bfloat16', 'float16', 'float32' or 'float64'"
+        )
     return chosen

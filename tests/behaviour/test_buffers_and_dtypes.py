@@ -120,7 +120,7 @@ def test_cast_is_packed_once(variant_folder: Folder, tmp_path: Path) -> None:
     assert second.items() < run("llama3-rope", torch.bfloat16).items()
 
 
-@pytest.mark.parametrize("wrong", ["float17", "int8", torch.int64, 16])
+@pytest.mark.parametrize("wrong", ["float17", "int8", "float8_e4m3fn", torch.int64, 16])
 def test_bad_dtype(variant_folder: Folder, wrong: Any) -> None:
     with pytest.raises(ValueError, match="dtype") as caught:
         offload.run(variant_folder("llama"), device_map="cpu", dtype=wrong)

@@ -68,6 +68,7 @@ def test_modules_outside_the_layers(variant_folder: Folder, tier: str) -> None:
         ({"": "floppy"}, ValueError, "'floppy'"),
         ({"": 1}, ValueError, "1"),
         ({"": "cuda:3"}, ValueError, "cuda:3"),
+        ({"": "cuda:x"}, ValueError, "device_map"),
         ({"model.layer.0": "cpu"}, ValueError, "'model.layer.0'"),
         ({"": 0, "model.layers.0.mlp": "cpu"}, ValueError, "'model.layers.0.mlp'"),
         ({"model.layers.0": "cpu"}, ValueError, "'model.layers.1'"),
