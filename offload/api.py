@@ -180,7 +180,7 @@ def offload_built(
     store = WeightStore(layers, plan, device, io)
     try:
         stream = Stream(store, plan.slots, _sites(parts, plan), plan.depth) if plan.slots else None
-        owner = PassOwner(stream, device, lambda: _explain_memory(plan))
+        owner = PassOwner(stream, device, lambda: _explain_memory(plan), store.check_files)
         install(parts, layers, plan, store, owner, device)
         network.eval()
         Offload(parts, plan, store, owner, device, pack)

@@ -5,7 +5,9 @@ runs, and only then.
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -30,17 +32,23 @@ class PassOwner:
     """
 
     def __init__(
-        self, stream: Stream | None, device: ComputeDevice, explain: Callable[[], str]
+        self,
+        stream: Stream | None,
+        device: ComputeDevice,
+        explain: Callable[[], str],
+        check: Callable[[], None],
     ) -> None:
         self.stream = stream
         self.closed = False
         self._device = device
         self._explain = explain
+        self._check = check
         self.lock = threading.RLock()  # held by whoever runs a pass
         self.depth = 0  # forwards inside one another, of the thread that holds the lock
         self._start: Any = None
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_PASSES)
         self.passes = 0
+        _owners.add(self)
 
     def begin(self) -> None:
         """The first forward of a pass begins."""
@@ -50,6 +58,7 @@ class PassOwner:
             )
         if self.stream is not None:
             self.stream.end_pass()  # in case Ctrl-C came while the last one was ending
+        self._check()
         self._start = self._device.timed_mark()
 
     def end(self) -> None:
@@ -76,6 +85,19 @@ class PassOwner:
     def out_of_memory(self, error: torch.OutOfMemoryError) -> NoReturn:
         """The same error, saying what stands on the device and what to lower."""
         raise torch.OutOfMemoryError(f"{error}\n{self._explain()}") from error
+
+
+_owners: weakref.WeakSet[PassOwner] = weakref.WeakSet()
+
+
+def _unlock_after_fork() -> None:
+    """A thread that held a lock does not come along into a forked process to release it."""
+    for owner in list(_owners):
+        owner.lock = threading.RLock()
+        owner.depth = 0
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
 class NotCopied:

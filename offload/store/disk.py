@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 from offload import aio
 from offload.checkpoint.lazy import Pieces
 from offload.device import ComputeDevice
+from offload.errors import CheckpointError
 from offload.store.layout import Layer
 from offload.store.reader import Reader, ReadLoad
 from offload.store.reads import ReadOp, plan_reads
@@ -33,6 +35,7 @@ class Disk:
         self._chunk_bytes = chunk_bytes
         self._device = device
         self._files: dict[str, aio.AioFile] = {}
+        self._opened: dict[str, os.stat_result] = {}
         self.ring = [aio.alloc(chunk_bytes, lock=lock) for _ in range(chunks)]
         self._handle = _open_handle(chunk_bytes, chunks, io)
         self._reader = Reader(
@@ -47,8 +50,22 @@ class Disk:
             for file in self._files_of(place.source):
                 if file not in self._files:
                     self._files[file] = aio.open(file)
+                    self._opened[file] = os.fstat(self._files[file].descriptors().buffered)
         sizes = {path: file.size for path, file in self._files.items()}
         return plan_reads(Layer(layer.name, plain, layer.nbytes), self._chunk_bytes, sizes)
+
+    def check_content(self, file: str) -> None:
+        """Raise CheckpointError where a file was written to since it was opened."""
+        now, then = os.fstat(self._files[file].descriptors().buffered), self._opened[file]
+        if (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size):
+            raise _changed(file)
+
+    def check_path(self, file: str) -> None:
+        """Raise CheckpointError where the name stands for another file or content by now."""
+        self.check_content(file)
+        now, then = os.stat(file), self._opened[file]
+        if (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):
+            raise _changed(file)
 
     @staticmethod
     def _files_of(source: Any) -> Iterable[str]:
@@ -98,6 +115,12 @@ class Disk:
             file.close()
         for buffer in self.ring:
             buffer.close()
+
+
+def _changed(file: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} was changed or replaced while its weights were in use; call offload.run again"
+    )
 
 
 def _open_handle(block: int, depth: int, io: Mapping[str, Any]) -> aio.AioHandle:

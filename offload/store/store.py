@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from offload.checkpoint.lazy import Pieces
 from offload.device import ComputeDevice
 from offload.errors import ClosedError
 from offload.scheduler.plan import Plan, Tier
@@ -61,6 +62,7 @@ class WeightStore:
             {i: x for i, x in enumerate(self._layers) if plan.tiers[i] is Tier.CPU}, lock
         )
         self._ops: dict[int, tuple[ReadOp, ...]] = {}  # of the layers that stay in files
+        self._nvme_files: list[str] = []
         # The latest read into each slot: Ctrl-C may keep the caller from ever learning of it.
         self._reads: list[ReadLoad | None] = [None] * plan.slots
         with torch.inference_mode(False):
@@ -93,6 +95,7 @@ class WeightStore:
             if self._plan.tiers[i] is not Tier.DEVICE
         }
         self._ops = {i: x for i, x in ops.items() if self._plan.tiers[i] is Tier.NVME}
+        self._nvme_files = list(dict.fromkeys(op.file for x in self._ops.values() for op in x))
         # Without layers in files the disk has done its work once all are loaded.
         at_end = (lambda: None) if self._ops else self._disk.close
         self._host.fill(self._disk, ops, on_layer, at_end)
@@ -151,11 +154,23 @@ class WeightStore:
         place = self._layers[layer].places[index]
         if layer in self._host:
             return place.view(self._host.bytes(layer)).clone()
+        if isinstance(place.source, Pieces):
+            for file in {extent.file for extent in place.source.extents if extent.nbytes}:
+                self._disk.check_path(file)
         return place.source.read()
+
+    def check_files(self) -> None:
+        """Raise CheckpointError where a file that passes read was written to since it was opened.
+
+        A file that was deleted, or replaced by another of its name, is still the one in use.
+        """
+        if not self._closed:
+            for file in self._nvme_files:
+                self._disk.check_content(file)
 
     def nvme_files(self) -> list[str]:
         """The files that passes read, in the order of the layers."""
-        return list(dict.fromkeys(op.file for ops in self._ops.values() for op in ops))
+        return self._nvme_files
 
     @property
     def pageable_bytes(self) -> tuple[int, str]:

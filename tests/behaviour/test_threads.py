@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +126,48 @@ def test_layers_skipped_and_reversed(variant_folder: Folder) -> None:
                 results.append(m(**variants.inputs("llama"), use_cache=False).logits)
                 m.model.layers = layers
             assert torch.equal(*results), order
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_fork_while_another_thread_is_in_a_pass(variant_folder: Folder, tier: str) -> None:
+    """The forked process has the pass's lock, but not the thread that would release it."""
+    name = "llama"
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    def run_pass() -> None:
+        with torch.no_grad():
+            model(**variants.inputs(name))
+
+    with offload.run(variant_folder(name), device_map=tier, prefetch=1) as model:
+        hook = model.model.layers[1].mlp.register_forward_hook(wait)
+        thread = threading.Thread(target=run_pass)
+        thread.start()
+        assert inside.wait(60)
+        child = os.fork()
+        if child == 0:
+            ended = 1
+            try:
+                run_pass()
+            except offload.OffloadError as error:
+                model.offload.close()
+                ended = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(ended)
+        go_on.set()
+        thread.join(60)
+        hook.remove()
+        for _ in range(600):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the forked process hangs")
+        assert os.waitstatus_to_exitcode(status) == 0
+        run_pass()
