@@ -1,6 +1,7 @@
 """What every test needs before torch is imported, and the models that many tests share."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,10 @@ settings.load_profile("repeatable")
 # One-row products in MKL depend on the weight's address alignment unless a code path is fixed.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell's background job begins with Ctrl-C ignored, and so would every child of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 

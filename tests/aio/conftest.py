@@ -7,19 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from aio_machine import ROOT, why_not
 
 from offload import aio
-from offload.aio.backends import BACKENDS, try_out
-
-ROOT = Path(__file__).resolve().parents[2]
-
-_tried: dict[str, dict] = {}
-
-
-def why_not(backend: str) -> str | None:
-    """Why a backend cannot run here, or None."""
-    found = _tried.setdefault(backend, try_out(backend))
-    return None if found["ok"] else found["reason"]
+from offload.aio.backends import BACKENDS
 
 
 @pytest.fixture(params=BACKENDS)
@@ -72,8 +63,3 @@ def run_python() -> Callable[..., subprocess.CompletedProcess]:
         )  # fmt: skip
 
     return run
-
-
-def needs_root() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root")

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import why_not
+from aio_machine import why_not
 
 from offload import aio
 from offload.aio import benchmark, tuning

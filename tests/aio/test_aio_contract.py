@@ -398,7 +398,7 @@ def test_registered_memory_and_files_are_used(direct_file):
 
 
 def test_backends_read_equal_bytes(data_file, content):
-    from conftest import why_not
+    from aio_machine import why_not
 
     found = {}
     for name in aio.backends.BACKENDS:

@@ -9,7 +9,7 @@ import sys
 
 import aio_faults
 import pytest
-from conftest import needs_root, why_not
+from aio_machine import needs_root, why_not
 
 from offload import aio
 from offload.aio.file import Descriptors

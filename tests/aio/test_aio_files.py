@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import needs_root, why_not
+from aio_machine import needs_root, why_not
 
 from offload import aio
 

@@ -4,7 +4,7 @@ import ctypes
 import errno
 
 import pytest
-from conftest import why_not
+from aio_machine import why_not
 
 from offload import aio
 from offload.aio import libaio

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from aio_machine import ROOT
 
 from offload import aio
 

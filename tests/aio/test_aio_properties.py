@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
-from conftest import why_not
+from aio_machine import why_not
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
