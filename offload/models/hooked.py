@@ -58,7 +58,11 @@ class PassOwner:
             )
         if self.stream is not None:
             self.stream.end_pass()  # in case Ctrl-C came while the last one was ending
-        self._check()
+            try:
+                self._check()
+            except Exception:
+                self.stream.clear()  # what was loaded ahead may be what is wrong
+                raise
         self._start = self._device.timed_mark()
 
     def end(self) -> None:

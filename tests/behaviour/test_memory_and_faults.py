@@ -274,7 +274,7 @@ def single(variant_folder: Folder, tmp_path: Path) -> Path:
 
 @pytest.mark.compat
 def test_file_cut_while_in_use(single: Path) -> None:
-    """The error names the file and comes in the call; once the file is as it was, so are answers."""
+    """The error names the file and comes in the call; with the file as it was, answers are too."""
     file = single / "model.safetensors"
     content, then = file.read_bytes(), file.stat()
     want = output(comparison.plain_model(single))
