@@ -10,6 +10,7 @@ from typing import Any
 import comparison
 import pytest
 import torch
+import transformers
 import variants
 from torch import nn
 from transformers import PreTrainedModel
@@ -141,3 +142,21 @@ def test_copy_is_refused_in_its_own_words(model: PreTrainedModel) -> None:
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied(model)
+
+
+@pytest.mark.parametrize("every", [2, 0])
+def test_a_model_that_changes_its_weights(tmp_path: Path, every: int) -> None:
+    """RWKV divides weights of its later blocks in its first forward, unless told not to."""
+    config = transformers.RwkvConfig(
+        vocab_size=131, hidden_size=32, num_hidden_layers=4, context_length=64, rescale_every=every
+    )
+    plain = transformers.RwkvForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path / "rwkv")
+    with offload.run(tmp_path / "rwkv", device_map="nvme") as model:
+        if every:
+            with pytest.raises(offload.UnsupportedError, match=r"blocks\.0.*weight"):
+                model(torch.arange(10)[None])
+        else:
+            ids = torch.arange(10)[None]
+            with torch.no_grad():
+                assert torch.equal(model(ids).logits, plain(ids).logits)
