@@ -38,7 +38,6 @@ class Offload(NotCopied):
         owner: PassOwner,
         device: ComputeDevice,
         pack: Pack | None,
-        notes: tuple[str, ...] = (),
     ) -> None:
         model = parts.model
         self.plan = plan
@@ -47,7 +46,6 @@ class Offload(NotCopied):
         self._store = store
         self._owner = owner
         self._device = device
-        self._notes = notes
         self._rates: Rates | None = None
         self._release: Callable[[], None] = weakref.finalize(model, _release, owner, store, pack)
         _become_offloaded(model, device.torch_device, parts, plan)
@@ -89,7 +87,7 @@ class Offload(NotCopied):
         stats = owner.stream.stats if owner.stream is not None else None
         loads = stats.loads if stats is not None else []
         pageable, reason = store.pageable_bytes
-        notes = [*self.plan.notes, *self._notes]
+        notes = list(self.plan.notes)
         if pageable:
             notes.append(
                 f"{pageable} bytes could not be pinned ({reason}); copies from them are slower"

@@ -74,14 +74,12 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     if not layers:
         raise UnsupportedError(
             f"{type(model).__name__} has no list of transformer blocks to stream: it declares no "
-            f"`_no_split_modules` and "
-            "has no ModuleList of equal modules"
+            "`_no_split_modules` and has no ModuleList of equal modules"
         )
     if len({id(m) for m in layers.values()}) != len(layers):
         raise UnsupportedError(
             f"{type(model).__name__} runs one block several times (shared layers); such a model is "
-            f"small enough to stay "
-            "resident"
+            "small enough to stay resident"
         )
     return layers
 
@@ -97,20 +95,18 @@ def _size(module: nn.Module) -> int:
 
 def shared_parameters(model: nn.Module) -> list[Shared]:
     """Every parameter once, with all the places that hold it, in the order of the model."""
-    places: dict[int, tuple[torch.Tensor, list[Binding]]] = {}
-    for prefix, module in model.named_modules():
-        for key, tensor in module._parameters.items():
-            if tensor is not None:
-                name = f"{prefix}.{key}" if prefix else key
-                places.setdefault(id(tensor), (tensor, []))[1].append(Binding(module, key, name))
-    return [Shared(tensor, tuple(bindings)) for tensor, bindings in places.values()]
+    return _shared(model, "_parameters")
 
 
 def shared_buffers(model: nn.Module) -> list[Shared]:
     """Every buffer once, with all the places that hold it."""
+    return _shared(model, "_buffers")
+
+
+def _shared(model: nn.Module, holder: str) -> list[Shared]:
     places: dict[int, tuple[torch.Tensor, list[Binding]]] = {}
     for prefix, module in model.named_modules():
-        for key, tensor in module._buffers.items():
+        for key, tensor in getattr(module, holder).items():
             if tensor is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 places.setdefault(id(tensor), (tensor, []))[1].append(Binding(module, key, name))

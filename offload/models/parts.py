@@ -22,9 +22,8 @@ class Part:
     """A layer and its places in the model: `bindings[i]` hold the layer's i-th tensor."""
 
     layer: Layer
-    modules: tuple[
-        nn.Module, ...
-    ]  # whose forwards use the layer: one, or more where weights are tied
+    # Those whose forwards use the layer: one, or more where weights are tied.
+    modules: tuple[nn.Module, ...]
     bindings: tuple[tuple[Binding, ...], ...] = ()
     placeholders: list[nn.Parameter] = field(default_factory=list)
 

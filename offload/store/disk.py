@@ -51,7 +51,7 @@ class Disk:
                 if file not in self._files:
                     self._files[file] = aio.open(file)
                     self._opened[file] = os.fstat(self._files[file].descriptors().buffered)
-        sizes = {path: file.size for path, file in self._files.items()}
+        sizes = {file: status.st_size for file, status in self._opened.items()}
         return plan_reads(Layer(layer.name, plain, layer.nbytes), self._chunk_bytes, sizes)
 
     def check_content(self, file: str) -> None:
