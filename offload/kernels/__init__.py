@@ -1,0 +1,10 @@
+"""Fused transformer kernels: math on tensors, which knows nothing of files or tiers.
+
+Every op is a class whose object is one call, checked and filled in once and launched many times; on
+a CPU it runs its reference. `offload.kernels.ops` has the same ops as `torch.ops.offload`.
+"""
+
+from offload.kernels.library import KernelError, why_not
+from offload.kernels.norm import Norm
+
+__all__ = ["KernelError", "Norm", "why_not"]

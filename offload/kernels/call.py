@@ -1,0 +1,105 @@
+"""A kernel launch with its arguments checked and filled in once, to be issued many times."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure
+from typing import Any, ClassVar
+
+import torch
+
+from offload.kernels import structs
+from offload.kernels.library import library
+
+
+class Call:
+    """One launch of one op on tensors that keep their places.
+
+    A subclass checks its tensors in `__init__`, fills `self.arguments`, and ends with `_ready`.
+    `launch(stream)` issues it: on a GPU by the library (about a third of a microsecond of Python),
+    elsewhere by the op's reference. What the tensors hold may change between launches; where they
+    lie may not, and the call keeps them alive.
+    """
+
+    function: ClassVar[str]
+    arguments: Structure
+
+    def _ready(self, device: torch.device, *tensors: torch.Tensor | None) -> None:
+        self._tensors = tensors
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._library = library()
+            self._launch = self._library.launcher(self.function)
+            self._pointer = ctypes.pointer(self.arguments)
+
+    def launch(self, stream: int = 0) -> None:
+        """Issue the call on `stream` (a cudaStream_t as a number; the CPU has none).
+
+        Raises KernelError where the launch fails.
+        """
+        if not self._on_gpu:
+            self._reference()
+            return
+        status = self._launch(self._pointer, stream)
+        if status:
+            self._library.check(status)
+
+    def _reference(self) -> None:
+        raise NotImplementedError
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream on which torch issues work for `device` now; 0 for a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The tensor's address, for a struct's field."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def dtype_code(op: str, tensor: torch.Tensor) -> int:
+    """The library's number for the tensor's dtype."""
+    code = structs.DTYPES.get(tensor.dtype)
+    if code is None:
+        raise ValueError(
+            f"{op}: dtype {tensor.dtype} is not supported; use float32, float16 or bfloat16"
+        )
+    return code
+
+
+def check(
+    op: str,
+    name: str,
+    tensor: Any,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    contiguous: bool = True,
+) -> None:
+    """Refuse `tensor` unless it has `shape`, the device of `like`, and its dtype (or `dtype`).
+
+    `contiguous=False` asks only that the last dimension is.
+    """
+    dtype = dtype or like.dtype
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{op}: {name} must have shape {list(shape)}, not {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{op}: {name} must be {dtype}, not {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device}, not on {tensor.device}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be contiguous; its shape is {list(tensor.shape)} and its strides "
+            f"are {list(tensor.stride())}"
+        )
+    if not contiguous and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: the last dimension of {name} must be contiguous; its strides are "
+            f"{list(tensor.stride())}"
+        )
+    if tensor.data_ptr() % tensor.element_size():
+        raise ValueError(f"{op}: {name} lies at an address that is no multiple of its elements")

@@ -1,0 +1,193 @@
+// The library's C interface: one argument struct and one launcher an op.
+//
+// A launcher checks what it can see on the host, launches on `stream` (a cudaStream_t) and returns
+// 0; below zero is a refused argument, above zero a CUDA error, and offload_last_error() has the
+// words for either. Nothing synchronises, allocates or reads device memory on the host, so every
+// launch may be captured in a graph. Pointers are device memory; a null pointer means "without".
+// Rows lie contiguous unless a stride says otherwise; strides count elements.
+//
+// The structs hold 8-byte fields first and are mirrored by offload/kernels/structs.py;
+// offload_struct_size() lets the mirror check itself when it loads the library.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OFFLOAD_KERNELS_ABI 1
+
+enum OffloadDtype { OFFLOAD_F32 = 0, OFFLOAD_F16 = 1, OFFLOAD_BF16 = 2 };
+enum OffloadNormKind { OFFLOAD_NORM_NONE = 0, OFFLOAD_NORM_LAYER = 1, OFFLOAD_NORM_RMS = 2 };
+enum OffloadActivationKind {
+    OFFLOAD_IDENTITY = 0,
+    OFFLOAD_RELU = 1,
+    OFFLOAD_GELU = 2,       // x * Phi(x), by erf
+    OFFLOAD_GELU_TANH = 3,  // its tanh approximation ("gelu_new", "gelu_pytorch_tanh")
+    OFFLOAD_SILU = 4
+};
+
+// y = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, or without mean and bias
+// (RMS).
+typedef struct {
+    const void* weight;  // [width]; null: ones
+    const void* bias;    // [width]; null: zeros
+    float eps;
+    float weight_offset;  // 1 where a checkpoint stores weight - 1 (Gemma), else 0
+    int32_t kind;         // OffloadNormKind
+    int32_t reserved;
+} OffloadNorm;
+
+// sum = residual + branch_norm(branch[0] + bias[0]) + (branch[1] + bias[1]); output = norm(sum);
+// output2 = norm2(sum). All of it in float32, rounded where it is written; `sum` may be `residual`
+// itself.
+typedef struct {
+    const void* residual;   // [rows, width]
+    const void* branch[2];  // [rows, width] each
+    const void* bias[2];    // [width] each
+    void* sum;              // [rows, width]; null: not kept
+    void* output;           // [rows, width]; null: not wanted
+    void* output2;          // [rows, width]; null: not wanted
+    OffloadNorm branch_norm;
+    OffloadNorm norm;
+    OffloadNorm norm2;
+    int64_t rows;
+    int32_t width;
+    int32_t dtype;
+    int32_t launch_early;  // programmatic dependent launch: only behind a kernel of this library on
+                           // the same stream
+    int32_t reserved;
+} OffloadResidualNorm;
+
+// Splits rows of QKV products, adds their bias, normalises heads (q_norm, k_norm: over head_dim),
+// rotates the first rotary_dim of each head, writes queries to `query` and keys and values into the
+// cache, in one pass. Head h of kv group g = h / (heads / kv_heads): its query begins at q_offset +
+// g * group_stride + (h % (heads / kv_heads)) * head_dim of the row, the group's key at k_offset +
+// g * group_stride (values likewise) for interleaved layouts; where queries, keys and values lie
+// apart, group strides differ: q_group_stride, kv_group_stride.
+typedef struct {
+    const void* qkv;   // [batch * tokens, row_stride]
+    const void* bias;  // laid out as a row of qkv; null
+    void* query;  // element (b, t, h, 0) at b * query_batch_stride + t * query_token_stride + h *
+                  // query_head_stride
+    void* key_cache;  // element (b, g, column, 0) at b * cache_batch_stride + g * cache_head_stride
+                      // + column * head_dim
+    void* value_cache;
+    const float* cos;  // [batch, tokens, rotary_dim / 2], row b at b * rotary_batch_stride; null:
+                       // no rotation
+    const float* sin;
+    const int32_t*
+        column;  // where row b's first token goes in the cache: column[b * column_stride]
+    OffloadNorm q_norm;
+    OffloadNorm k_norm;
+    int64_t row_stride;
+    int64_t q_offset, k_offset, v_offset;
+    int64_t q_group_stride, kv_group_stride;
+    int64_t query_batch_stride, query_token_stride, query_head_stride;
+    int64_t cache_batch_stride, cache_head_stride;
+    int64_t rotary_batch_stride;
+    int32_t column_stride;   // 0: all rows share column[0]
+    int32_t cache_capacity;  // columns; a token beyond them is not written
+    int32_t batch, tokens, heads, kv_heads, head_dim;
+    int32_t rotary_dim;
+    int32_t interleaved;  // 1: pairs (2i, 2i + 1), as GPT-J; 0: halves (i, i + rotary_dim / 2)
+    int32_t dtype;
+    int32_t launch_early;
+    int32_t reserved;
+} OffloadRotaryAppend;
+
+// output = act(input + bias), or with a gate act(gate + bias) * (up + bias), where a row of input
+// is [gate, up].
+typedef struct {
+    const void* input;  // [rows, width] or [rows, 2 * width]
+    const void* bias;   // [width] or [2 * width]; null
+    void* output;       // [rows, width]
+    int64_t rows;
+    int64_t input_stride;
+    int32_t width;
+    int32_t activation;  // OffloadActivationKind
+    int32_t gated;
+    int32_t dtype;
+    int32_t launch_early;
+    int32_t reserved;
+} OffloadActivation;
+
+// One query a sequence against its cache. Column j of row b is seen if start[b] <= j < length[b]
+// and, with a window, j >= length[b] - window. score = softcap(scale * q.k) + slope * j; a sink
+// adds exp(sink) to the sum of the softmax. A row that sees nothing gives zeros.
+typedef struct {
+    const void* query;  // element (b, h, 0) at b * query_batch_stride + h * query_head_stride
+    const void* key_cache;
+    const void* value_cache;
+    void* output;           // [batch, heads, head_dim]
+    const int32_t* start;   // [batch]; null: 0
+    const int32_t* length;  // [batch]
+    const float* slopes;    // [heads], ALiBi; null
+    const float* sinks;     // [heads]; null
+    float* workspace;       // partial results of the splits
+    uint32_t*
+        counters;  // [batch * kv_heads], zero before the first call; every call leaves them zero
+    int64_t workspace_bytes;
+    int64_t query_batch_stride, query_head_stride;
+    int64_t cache_batch_stride, cache_head_stride;
+    float scale;
+    float softcap;  // 0: none
+    int32_t batch, heads, kv_heads, head_dim;
+    int32_t max_length;  // no length is larger: what the number of splits is chosen for
+    int32_t window;      // 0: none
+    int32_t splits;      // 0: chosen by the library
+    int32_t dtype;
+    int32_t launch_early;
+    int32_t reserved;
+} OffloadDecodeAttention;
+
+// output = act(norm(input) @ weight.T + bias) + residual for a few rows; with a gate the weight has
+// 2 * outputs rows, gate first: output = act(gate) * up + residual. Partial sums are float32, added
+// in a fixed order.
+typedef struct {
+    const void* input;     // [rows, depth] at input_stride
+    const void* weight;    // [outputs or 2 * outputs, depth] at weight_stride
+    const void* bias;      // [outputs or 2 * outputs]; null
+    const void* residual;  // [rows, outputs] at residual_stride; null
+    void* output;          // [rows, outputs] at output_stride; may be `residual`
+    float* workspace;      // partial sums where the depth is split
+    uint32_t*
+        counters;  // offload_skinny_gemm_counters() of them, zero before the first call; left zero
+    int64_t workspace_bytes;
+    int64_t input_stride, weight_stride, residual_stride, output_stride;
+    OffloadNorm norm;  // of the input's rows
+    int32_t rows, outputs, depth;
+    int32_t activation;  // OffloadActivationKind
+    int32_t gated;
+    int32_t variant;  // 0: chosen by the library; else 1 + index of a configuration
+                      // (offload_skinny_gemm_variants)
+    int32_t splits;   // of the depth; 0: chosen by the library
+    int32_t dtype;
+    int32_t launch_early;
+    int32_t reserved;
+} OffloadSkinnyGemm;
+
+int offload_residual_norm(const OffloadResidualNorm* arguments, void* stream);
+int offload_rotary_append(const OffloadRotaryAppend* arguments, void* stream);
+int offload_activation(const OffloadActivation* arguments, void* stream);
+int offload_decode_attention(const OffloadDecodeAttention* arguments, void* stream);
+int offload_skinny_gemm(const OffloadSkinnyGemm* arguments, void* stream);
+
+// Bytes of workspace that a call with these arguments uses (its pointers are not looked at); below
+// zero: refused.
+int64_t offload_decode_attention_workspace(const OffloadDecodeAttention* arguments);
+int64_t offload_skinny_gemm_workspace(const OffloadSkinnyGemm* arguments);
+int64_t offload_skinny_gemm_counters(const OffloadSkinnyGemm* arguments);
+int32_t offload_skinny_gemm_variants(const OffloadSkinnyGemm* arguments);
+
+// What went wrong in this thread's latest call that did not return 0.
+const char* offload_last_error(void);
+int32_t offload_kernels_abi(void);
+// sizeof of the structs above, in their order; 0 beyond the last.
+int64_t offload_struct_size(int32_t index);
+// 0 if device `index` can run this library's code; else as a launcher.
+int offload_device_supported(int32_t index);
+
+#ifdef __cplusplus
+}
+#endif

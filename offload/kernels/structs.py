@@ -1,0 +1,181 @@
+"""The argument structs of the kernels library, field by field as in csrc/offload_kernels.h."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+ABI = 1
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+NORMS = {None: 0, "layer": 1, "rms": 2}
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+
+class NormStruct(Structure):
+    """How a row is normalised."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("eps", c_float),
+        ("weight_offset", c_float),
+        ("kind", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class ResidualNormStruct(Structure):
+    """Arguments of offload_residual_norm."""
+
+    _fields_ = (
+        ("residual", c_void_p),
+        ("branch", c_void_p * 2),
+        ("bias", c_void_p * 2),
+        ("sum", c_void_p),
+        ("output", c_void_p),
+        ("output2", c_void_p),
+        ("branch_norm", NormStruct),
+        ("norm", NormStruct),
+        ("norm2", NormStruct),
+        ("rows", c_int64),
+        ("width", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class RotaryAppendStruct(Structure):
+    """Arguments of offload_rotary_append."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("bias", c_void_p),
+        ("query", c_void_p),
+        ("key_cache", c_void_p),
+        ("value_cache", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("column", c_void_p),
+        ("q_norm", NormStruct),
+        ("k_norm", NormStruct),
+        ("row_stride", c_int64),
+        ("q_offset", c_int64),
+        ("k_offset", c_int64),
+        ("v_offset", c_int64),
+        ("q_group_stride", c_int64),
+        ("kv_group_stride", c_int64),
+        ("query_batch_stride", c_int64),
+        ("query_token_stride", c_int64),
+        ("query_head_stride", c_int64),
+        ("cache_batch_stride", c_int64),
+        ("cache_head_stride", c_int64),
+        ("rotary_batch_stride", c_int64),
+        ("column_stride", c_int32),
+        ("cache_capacity", c_int32),
+        ("batch", c_int32),
+        ("tokens", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("interleaved", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class ActivationStruct(Structure):
+    """Arguments of offload_activation."""
+
+    _fields_ = (
+        ("input", c_void_p),
+        ("bias", c_void_p),
+        ("output", c_void_p),
+        ("rows", c_int64),
+        ("input_stride", c_int64),
+        ("width", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class DecodeAttentionStruct(Structure):
+    """Arguments of offload_decode_attention."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("key_cache", c_void_p),
+        ("value_cache", c_void_p),
+        ("output", c_void_p),
+        ("start", c_void_p),
+        ("length", c_void_p),
+        ("slopes", c_void_p),
+        ("sinks", c_void_p),
+        ("workspace", c_void_p),
+        ("counters", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("query_batch_stride", c_int64),
+        ("query_head_stride", c_int64),
+        ("cache_batch_stride", c_int64),
+        ("cache_head_stride", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("batch", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("max_length", c_int32),
+        ("window", c_int32),
+        ("splits", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class SkinnyGemmStruct(Structure):
+    """Arguments of offload_skinny_gemm."""
+
+    _fields_ = (
+        ("input", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("output", c_void_p),
+        ("workspace", c_void_p),
+        ("counters", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("input_stride", c_int64),
+        ("weight_stride", c_int64),
+        ("residual_stride", c_int64),
+        ("output_stride", c_int64),
+        ("norm", NormStruct),
+        ("rows", c_int32),
+        ("outputs", c_int32),
+        ("depth", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("variant", c_int32),
+        ("splits", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+# In the order of offload_struct_size().
+ALL = (
+    NormStruct,
+    ResidualNormStruct,
+    RotaryAppendStruct,
+    ActivationStruct,
+    DecodeAttentionStruct,
+    SkinnyGemmStruct,
+)
