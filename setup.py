@@ -9,31 +9,53 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+KERNELS = "offload.kernels._kernels"
+# GPUs that the kernels are compiled for; newer ones compile the last one's PTX when they load it.
+CUDA_ARCHITECTURES = ("80", "90")
+
+
+class CudaLibrary(Extension):
+    """A plain C library that nvcc builds: no Python and no torch in it, so one file serves all."""
+
 
 def compiled_parts() -> list[Extension]:
-    """The parts whose sources are there, each named as the module it becomes."""
-    aio = sorted(path.as_posix() for path in Path("offload/aio/csrc").glob("*.cpp"))
-    if not aio:
-        return []
-    return [
+    """The parts whose sources are there, each named as the module (or library) it becomes."""
+    aio = sources("offload/aio/csrc", "*.cpp")
+    kernels = sources("offload/kernels/csrc", "*.cu")
+    parts = [
         Extension(
             "offload.aio._aio",
             sources=aio,
-            depends=sorted(path.as_posix() for path in Path("offload/aio/csrc").glob("*.h*")),
+            depends=sources("offload/aio/csrc", "*.h*"),
             language="c++",
             extra_compile_args=["-O2", "-std=c++17", "-fvisibility=hidden", "-g0", "-pthread"],
             extra_link_args=["-pthread"],
-        )
+        ),
+        CudaLibrary(
+            KERNELS,
+            sources=kernels,
+            depends=sources("offload/kernels/csrc", "*.*h"),
+            extra_compile_args=["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"],
+        ),
     ]
+    return [part for part in parts if part.sources]
+
+
+def sources(folder: str, pattern: str) -> list[str]:
+    """The files of a folder, in a fixed order."""
+    return sorted(path.as_posix() for path in Path(folder).glob(pattern))
 
 
 class BuildOptional(build_ext):
@@ -43,16 +65,23 @@ class BuildOptional(build_ext):
         wanted = list(self.extensions)
         self.reasons: dict[str, str | None] = {}  # None: it was built
         super().run()
+        for ext in wanted:
+            if self.reasons[ext.name] is not None:  # an older build no longer fits its sources
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         if self.inplace:
-            for ext in wanted:
-                if self.reasons[ext.name] is not None:  # an older build no longer fits its sources
-                    Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             package = Path(self.get_finalized_command("build_py").get_package_dir("offload"))
         else:
             package = Path(self.build_lib) / "offload"
         package.mkdir(parents=True, exist_ok=True)
         report = json.dumps(self.reasons, indent=1, ensure_ascii=False) + "\n"
         (package / "_build.json").write_text(report, encoding="utf-8")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Where the part lies in the package; a library's name tells no Python version."""
+        *folders, name = fullname.split(".")
+        if name == KERNELS.rpartition(".")[2]:
+            return os.path.join(*folders, f"{name}.so")
+        return super().get_ext_filename(fullname)
 
     def build_extensions(self) -> None:
         for ext in self.extensions:
@@ -67,22 +96,68 @@ class BuildOptional(build_ext):
 
     def _build(self, ext: Extension) -> str | None:
         """Build one part; on failure return why."""
+        with tempfile.TemporaryFile("w+", errors="replace") as log:
+            try:
+                with stderr_to(log):
+                    if isinstance(ext, CudaLibrary):
+                        self._build_cuda(ext)
+                    else:
+                        self._build_python(ext)
+            except Exception as error:
+                return first_error(log) or str(error)
+            finally:
+                log.seek(0)
+                sys.stderr.write(log.read())
+        return None
+
+    def _build_python(self, ext: Extension) -> None:
         try:
             import pybind11  # present at build time only
-
-            ext.include_dirs.append(pybind11.get_include())
-            with tempfile.TemporaryFile("w+", errors="replace") as log:
-                try:
-                    with stderr_to(log):
-                        self.build_extension(ext)
-                except Exception as error:
-                    return first_error(log) or str(error)
-                finally:
-                    log.seek(0)
-                    sys.stderr.write(log.read())
         except ImportError as error:
-            return f"{error}; it is needed at build time"
-        return None
+            raise RuntimeError(f"{error}; it is needed at build time") from None
+        ext.include_dirs.append(pybind11.get_include())
+        self.build_extension(ext)
+
+    def _build_cuda(self, ext: CudaLibrary) -> None:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise RuntimeError("nvcc was not found (looked at $CUDACXX, $CUDA_HOME/bin, and PATH)")
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        objects = Path(self.build_temp) / "kernels"
+        objects.mkdir(parents=True, exist_ok=True)
+        last = CUDA_ARCHITECTURES[-1]
+        code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
+        code.append(f"-gencode=arch=compute_{last},code=compute_{last}")
+
+        def compile_one(source: str) -> str:
+            made = objects / f"{Path(source).stem}.o"
+            wanted = max(os.path.getmtime(path) for path in (source, "setup.py", *ext.depends))
+            if self.force or not made.exists() or made.stat().st_mtime < wanted:
+                run_compiler([nvcc, *ext.extra_compile_args, *code, "-c", source, "-o", str(made)])
+            return str(made)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            made = list(pool.map(compile_one, ext.sources))
+        run_compiler([nvcc, "-shared", *made, "-o", str(target)])
+
+
+def find_nvcc() -> str | None:
+    """CUDA's compiler, as CUDA's own tools look for it."""
+    named = os.environ.get("CUDACXX")
+    if named:
+        return shutil.which(named)
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    folders = [os.path.join(home, "bin") for home in homes if home]
+    folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def run_compiler(command: list[str]) -> None:
+    """Run it, its messages going to this process's stderr."""
+    done = subprocess.run(command, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"{os.path.basename(command[0])} ended with {done.returncode}")
 
 
 @contextlib.contextmanager
@@ -102,7 +177,8 @@ def stderr_to(log: TextIO) -> Iterator[None]:
 def first_error(log: TextIO) -> str | None:
     """The first error that a compiler reported."""
     log.seek(0)
-    return next((line.strip() for line in log if "error:" in line), None)
+    marks = ("error:", "error :", "nvcc fatal")
+    return next((line.strip() for line in log if any(mark in line for mark in marks)), None)
 
 
 setup(ext_modules=compiled_parts(), cmdclass={"build_ext": BuildOptional})

@@ -52,12 +52,16 @@ def collect(offload_folder: str | None = None) -> dict[str, Any]:
         "memory": _memory(),
         "offload_folder": _folder(offload_folder),
         "io": aio.probe(),
-        "kernels": {
-            "in_use": None,
-            "reason": "this version has no kernels of its own: layers run the model's own modules",
-        },
+        "kernels": _kernels(),
         "built": build_report(),
     }
+
+
+def _kernels() -> dict[str, Any]:
+    from offload.kernels import why_not
+
+    reason = why_not()
+    return {"in_use": reason is None, "reason": reason}
 
 
 def _version(package: str) -> str | None:
@@ -139,7 +143,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for entry in io["backends"]:
         use = "in use" if entry["backend"] == io["selected"] else "works, not needed"
         lines.append(f"  {entry['backend']}: {use if entry['ok'] else entry['reason']}")
-    lines.append(f"kernels: none; {found['kernels']['reason']}")
+    kernels = found["kernels"]
+    lines.append(f"kernels: {'in use' if kernels['in_use'] else 'none; ' + kernels['reason']}")
     for part, reason in found["built"].items():
         lines.append(f"compiled part {part}: {'built' if reason is None else f'no; {reason}'}")
     if not found["built"]:

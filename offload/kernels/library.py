@@ -107,7 +107,6 @@ def library() -> Library:
     return loaded
 
 
-@functools.cache
 def why_not(index: int | None = None) -> str | None:
     """Why the kernels cannot run on GPU `index` (default: the current one); None where they can."""
     loaded, reason = _loaded()
