@@ -82,3 +82,25 @@ def test_sources_are_exchanged_by_name_and_places_stay() -> None:
     assert moved.places[0].source is layer.places[0].source
     assert [p.offset for p in moved.places] == [p.offset for p in layer.places]
     assert moved.nbytes == layer.nbytes and torch.equal(values[0], layer.places[0].source.read())
+
+
+@given(tensors, st.data())
+def test_adjacent_tensors_are_one_view(
+    wanted: list[tuple[tuple[int, ...], torch.dtype]], data: st.DataObject
+) -> None:
+    values = [torch.randint(0, 2, shape).to(torch.float32) for shape, _ in wanted]
+    order = data.draw(st.permutations(range(len(values))))
+    cut = data.draw(st.integers(0, len(values)))
+    groups = [[f"{i}" for i in order[:cut]], [f"{i}" for i in order[cut:]], ["absent"]]
+    layer = Layer.lay_out("layers.0", [(f"{i}", Held(v)) for i, v in enumerate(values)], groups)
+    assert [p.name for p in layer.places] == [f"{i}" for i in range(len(values))]
+    slot = torch.zeros(layer.nbytes, dtype=torch.uint8)
+    for place, value in zip(layer.places, values, strict=True):
+        place.view(slot).copy_(value)
+    for group in (order[:cut], order[cut:]):
+        if group:
+            start = layer.places[group[0]].offset
+            together = torch.cat([values[i].flatten() for i in group])
+            assert start % ALIGNMENT == 0
+            got = slot[start : start + together.nbytes].view(torch.float32)
+            assert torch.equal(got, together)

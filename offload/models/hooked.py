@@ -180,7 +180,8 @@ class LayerForward(_Forward):
         if owner.stream is None:
             raise ValueError("a streamed layer needs a stream")
         self._stream = owner.stream
-        self._site = site
+        self.site = site
+        self.in_slot = parameters  # for every slot, one parameter a tensor of the layer
         # Flat (dict, key) places, and for every slot the parameters in the same order.
         self._places = [(b.module._parameters, b.key) for bs in part.bindings for b in bs]
         repeat = [i for i, bs in enumerate(part.bindings) for _ in bs]
@@ -190,12 +191,17 @@ class LayerForward(_Forward):
     def close(self) -> None:
         """Let go of the slots' memory."""
         self._in_slot.clear()
+        self.in_slot.clear()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def check_places(self) -> None:
+        """Refuse a weight that the user put where one is streamed."""
         for (holder, key), empty in zip(self._places, self._empty, strict=True):
             if holder.get(key) is not empty:
                 self._refuse_replaced(holder.get(key), empty)
-        slot = self._stream.acquire(self._site)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check_places()
+        slot = self._stream.acquire(self.site)
         try:
             for (holder, key), parameter in zip(self._places, self._in_slot[slot], strict=True):
                 holder[key] = parameter
@@ -203,7 +209,7 @@ class LayerForward(_Forward):
         finally:
             for (holder, key), empty in zip(self._places, self._empty, strict=True):
                 holder[key] = empty
-            self._stream.release(self._site)
+            self._stream.release(self.site)
 
     def _refuse_replaced(self, found: nn.Parameter | None, empty: nn.Parameter) -> None:
         """A weight of the user's own, where a forward would cover it with the stored one."""

@@ -77,7 +77,7 @@ def _place_resident(
     own.
     """
     stored = [p for p in part.layer.places if not isinstance(p.source, Held)]
-    layer = Layer.lay_out(part.layer.name, [(p.name, p.source) for p in stored])
+    layer = Layer.lay_out(part.layer.name, [(p.name, p.source) for p in stored], part.adjacent)
     memory = store.resident(layer)
     views = {p.name: p.view(memory) for p in layer.places}
     for place, bindings, placeholder in zip(

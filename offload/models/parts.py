@@ -4,7 +4,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ class Part:
     modules: tuple[nn.Module, ...]
     bindings: tuple[tuple[Binding, ...], ...] = ()
     placeholders: list[nn.Parameter] = field(default_factory=list)
+    adjacent: tuple[tuple[str, ...], ...] = ()  # names of tensors that lie without a gap
 
     def detach(self) -> None:
         """Put placeholders in the model where this layer's tensors were."""
@@ -58,9 +59,13 @@ class ModelParts:
         return self.outside.layer.nbytes + sum(b.tensor.nbytes for b in self.buffers)
 
 
-def take_apart(model: PreTrainedModel, own_tier: Sequence[str] = ()) -> ModelParts:
+def take_apart(
+    model: PreTrainedModel,
+    own_tier: Sequence[str] = (),
+    adjacent: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> ModelParts:
     """The parts of `model`; modules named in `own_tier` move like layers although they stand
-    outside the blocks.
+    outside the blocks. `adjacent` names, layer by layer, tensors that are to lie without a gap.
 
     A tensor that several layers share, or a layer and what stands outside, belongs to the outside:
     it has one owner. A tensor that a module of `own_tier` shares with others outside (a tied
@@ -93,7 +98,12 @@ def take_apart(model: PreTrainedModel, own_tier: Sequence[str] = ()) -> ModelPar
         for b in shared.bindings:
             if owner_of.get(id(b.module)) is None and b.module not in users[owner]:
                 users[owner].append(b.module)
-    layers = [_part(unit, tensors[unit], users[unit]) for unit in units if tensors[unit]]
+    together = adjacent or {}
+    layers = [
+        _part(unit, tensors[unit], users[unit], together.get(unit, ()))
+        for unit in units
+        if tensors[unit]
+    ]
     buffers = shared_buffers(model)
     stored = [b for b in buffers if isinstance(b.tensor, LazyTensor)]
     return ModelParts(
@@ -105,11 +115,22 @@ def take_apart(model: PreTrainedModel, own_tier: Sequence[str] = ()) -> ModelPar
     )
 
 
-def _part(name: str, tensors: Sequence[Shared], users: Sequence[nn.Module]) -> Part:
-    layer = Layer.lay_out(name, [(s.name, _expression(s.tensor)) for s in tensors])
+def _part(
+    name: str,
+    tensors: Sequence[Shared],
+    users: Sequence[nn.Module],
+    adjacent: Sequence[Sequence[str]] = (),
+) -> Part:
+    layer = Layer.lay_out(name, [(s.name, _expression(s.tensor)) for s in tensors], adjacent)
     with torch.inference_mode(False):
         placeholders = [Placeholder.parameter(s.name, s.tensor) for s in tensors]
-    return Part(layer, tuple(users), tuple(s.bindings for s in tensors), placeholders)
+    return Part(
+        layer,
+        tuple(users),
+        tuple(s.bindings for s in tensors),
+        placeholders,
+        tuple(tuple(group) for group in adjacent),
+    )
 
 
 def _expression(tensor: torch.Tensor) -> Expression:

@@ -20,6 +20,10 @@ def align(n: int, to: int = ALIGNMENT) -> int:
     return -(-n // to) * to
 
 
+def _nbytes(source: Expression) -> int:
+    return source.shape.numel() * source.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """One tensor of a layer: what it is, where its bytes come from, and its place in the layer's
@@ -50,14 +54,33 @@ class Layer:
     nbytes: int  # of a slot that holds it, padding included
 
     @classmethod
-    def lay_out(cls, name: str, tensors: Iterable[tuple[str, Expression]]) -> Layer:
-        """Give every tensor its aligned place, in the order given."""
-        places = []
+    def lay_out(
+        cls,
+        name: str,
+        tensors: Iterable[tuple[str, Expression]],
+        adjacent: Iterable[Sequence[str]] = (),
+    ) -> Layer:
+        """Give every tensor its aligned place; the places are in the order given.
+
+        Tensors named together in `adjacent` lie one behind the other in that order without a gap,
+        so that one view covers them all; only the first of them is aligned.
+        """
+        sources = dict(tensors)
+        group_of = {member: tuple(group) for group in adjacent for member in group}
+        offsets: dict[str, int] = {}
         at = 0
-        for tensor_name, source in tensors:
-            nbytes = source.shape.numel() * source.dtype.itemsize
-            places.append(TensorPlace(tensor_name, source, source.shape, source.dtype, at, nbytes))
-            at = align(at + nbytes)
+        for tensor_name in sources:
+            if tensor_name in offsets:
+                continue
+            for member in group_of.get(tensor_name, (tensor_name,)):
+                if member in sources:
+                    offsets[member] = at
+                    at += _nbytes(sources[member])
+            at = align(at)
+        places = [
+            TensorPlace(n, source, source.shape, source.dtype, offsets[n], _nbytes(source))
+            for n, source in sources.items()
+        ]
         return cls(name, tuple(places), at)
 
     @property
