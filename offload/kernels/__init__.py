@@ -4,7 +4,18 @@ Every op is a class whose object is one call, checked and filled in once and lau
 a CPU it runs its reference. `offload.kernels.ops` has the same ops as `torch.ops.offload`.
 """
 
+from offload.kernels.activation import Activation
 from offload.kernels.library import KernelError, why_not
 from offload.kernels.norm import Norm
+from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.rotary import QkvLayout, RotaryAppend
 
-__all__ = ["KernelError", "Norm", "why_not"]
+__all__ = [
+    "Activation",
+    "KernelError",
+    "Norm",
+    "QkvLayout",
+    "ResidualNorm",
+    "RotaryAppend",
+    "why_not",
+]
