@@ -67,7 +67,8 @@ def measure_cold_start(subject: Subject, work: Workload, setup: Setup) -> ColdSt
         _wake(device)
         config = setup.config(stored, work)
         drop_cache(files)
-        rates = [read_rate(files)]
+        whole = sum(Path(file).stat().st_size for file in files)
+        rates = [read_rate(files, whole)]
         reset_peaks(device)
         prompts = work.prompts(256, device)
         with gpu_limit(device, setup.gpu_memory):
@@ -92,7 +93,7 @@ def measure_cold_start(subject: Subject, work: Workload, setup: Setup) -> ColdSt
                     do_sample=False,
                 ).cpu()
                 first = time.perf_counter() - start
-        rates.append(read_rate(files))
+        rates.append(read_rate(files, whole))
     return ColdStart(subject.name, sizes.total_bytes, rates, ran, first, machine(device))
 
 
