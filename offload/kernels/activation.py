@@ -17,10 +17,10 @@ class Activation(Call):
     """out = act(input + bias); with a gate out = act(gate + bias) * (up + bias).
 
     out: [..., width], contiguous. input: [..., width], or [..., 2 * width] where `gated`, a row
-    then being [gate, up]; rows lie at one stride, the last dimension is contiguous. bias: as long as
-    a row of input. All of one dtype (float32, float16, bfloat16); computed in float32, rounded once.
-    kind: "relu", "gelu" (by erf), "gelu_tanh", "silu", or None for the identity. `out` may be
-    `input` itself where there is no gate. `early`: see ResidualNorm.
+    then being [gate, up]; rows lie at one stride, the last dimension is contiguous. bias: as long
+    as a row of input. All of one dtype (float32, float16, bfloat16); computed in float32, rounded
+    once. kind: "relu", "gelu" (by erf), "gelu_tanh", "silu", or None for the identity. `out` may
+    be `input` itself where there is no gate. `early`: see ResidualNorm.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
