@@ -13,6 +13,8 @@ import torch
 # More than any L2, so that a copy's bytes have left it when its turn comes again.
 ROTATION = 1_250_000_000
 MOST_COPIES = 512
+# A graph runs over the copies so often that the microseconds of its launch do not count.
+PASSES = 4
 ROUNDS = 9
 SETTLE_SECONDS = 0.02
 
@@ -80,18 +82,24 @@ class Rates:
     def measure(cls, device: torch.device, matrix_seconds: float = 5.0) -> Rates:
         """Measure them; `matrix_seconds` of products, since boost clocks do not last."""
         on_gpu = device.type == "cuda"
-        nbytes = (2 << 30) if on_gpu else (64 << 20)
-        source = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
-        read = nbytes / seconds([lambda i: source.sum()], device)[0]
-        half = source[: source.numel() // 2]
-        target = source[source.numel() // 2 :]
-        ways = [lambda i: target.copy_(half), lambda i: torch.mul(half, 1.0, out=target)]
-        copied = nbytes / min(seconds(ways, device))
-        del source, half, target
+        read, copied = _hbm_rates(device, (2 << 30) if on_gpu else (64 << 20))
         size = 8192 if on_gpu else 256
         a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
         out = torch.empty_like(a)
         return cls(read, copied, 2 * size**3 / _sustained(a, b, out, matrix_seconds))
+
+
+def _hbm_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Bytes per second read by a sum over `nbytes`, and read + written by the best copy of half."""
+    data = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
+    source, target = data.chunk(2)
+    ways: list[Callable[[int], Any]] = [
+        lambda i: data.sum(),
+        lambda i: target.copy_(source),
+        lambda i: torch.mul(source, 1.0, out=target),
+    ]
+    read, *copied = seconds(ways, device)
+    return nbytes / read, nbytes / min(copied)
 
 
 def _sustained(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, wanted: float) -> float:
@@ -116,28 +124,32 @@ def seconds(
     device: torch.device,
     copies: int = 1,
     rounds: int = ROUNDS,
+    passes: int = PASSES,
+    settle: float = SETTLE_SECONDS,
 ) -> list[float]:
     """Median seconds of one call of each function, the functions taking turns.
 
-    On a GPU each function's calls on copies 0 to `copies` - 1 are one CUDA graph; on a CPU they are
-    plain calls.
+    On a GPU a function's calls on copies 0 to `copies` - 1, `passes` times over, are one CUDA
+    graph, and clocks settle for `settle` seconds first; on a CPU they are plain calls.
     """
-    replays = [_replay(function, device, copies) for function in functions]
+    if device.type != "cuda":
+        passes, settle = 1, 0.0
+    replays = [_replay(function, device, copies, passes) for function in functions]
     for replay in replays:
-        until = time.perf_counter() + (SETTLE_SECONDS if device.type == "cuda" else 0)
-        while replay() is not None and time.perf_counter() < until:
-            pass
+        elapsed = replay()
+        while elapsed < settle:
+            elapsed += replay()
     times: list[list[float]] = [[] for _ in replays]
     for _ in range(rounds):
         for replay, found in zip(replays, times, strict=True):
-            found.append(replay() / copies)
+            found.append(replay() / (copies * passes))
     return [statistics.median(found) for found in times]
 
 
 def _replay(
-    function: Callable[[int], Any], device: torch.device, copies: int
+    function: Callable[[int], Any], device: torch.device, copies: int, passes: int
 ) -> Callable[[], float]:
-    """A function that runs all copies once and returns the seconds it took."""
+    """A function that runs all copies `passes` times and returns the seconds it took."""
     if device.type != "cuda":
 
         def plain() -> float:
@@ -156,8 +168,9 @@ def _replay(
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for i in range(copies):
-            function(i)
+        for _ in range(passes):
+            for i in range(copies):
+                function(i)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def replay() -> float:
