@@ -112,6 +112,10 @@ typedef struct {
     int32_t reserved;
 } OffloadActivation;
 
+// The most CTAs that share a call's work, and the counters that they use.
+#define OFFLOAD_DECODE_ATTENTION_SHARES 1024
+#define OFFLOAD_DECODE_ATTENTION_COUNTERS (3 * OFFLOAD_DECODE_ATTENTION_SHARES)
+
 // One query a sequence against its cache. Column j of row b is seen if start[b] <= j < length[b]
 // and, with a window, j >= length[b] - window. score = softcap(scale * q.k) + slope * j; a sink
 // adds exp(sink) to the sum of the softmax. A row that sees nothing gives zeros.
@@ -126,16 +130,17 @@ typedef struct {
     const float* sinks;     // [heads]; null
     float* workspace;       // partial results of the splits
     uint32_t*
-        counters;  // [batch * kv_heads], zero before the first call; every call leaves them zero
+        counters;  // [OFFLOAD_DECODE_ATTENTION_COUNTERS], zero before the first call; left zero
     int64_t workspace_bytes;
     int64_t query_batch_stride, query_head_stride;
     int64_t cache_batch_stride, cache_head_stride;
     float scale;
     float softcap;  // 0: none
     int32_t batch, heads, kv_heads, head_dim;
-    int32_t max_length;  // no length is larger: what the number of splits is chosen for
+    int32_t max_length;  // columns beyond it are not looked at
     int32_t window;      // 0: none
-    int32_t splits;      // 0: chosen by the library
+    int32_t splits;      // equal shares of the batch's columns, one a CTA, at most
+                         // OFFLOAD_DECODE_ATTENTION_SHARES; 0: chosen by the library
     int32_t dtype;
     int32_t launch_early;
     int32_t reserved;
@@ -173,8 +178,8 @@ int offload_activation(const OffloadActivation* arguments, void* stream);
 int offload_decode_attention(const OffloadDecodeAttention* arguments, void* stream);
 int offload_skinny_gemm(const OffloadSkinnyGemm* arguments, void* stream);
 
-// Bytes of workspace that a call with these arguments uses (its pointers are not looked at); below
-// zero: refused.
+// Bytes of workspace that a call with these arguments uses (of its pointers, only the alignment of
+// the tensors counts); below zero: refused.
 int64_t offload_decode_attention_workspace(const OffloadDecodeAttention* arguments);
 int64_t offload_skinny_gemm_workspace(const OffloadSkinnyGemm* arguments);
 int64_t offload_skinny_gemm_counters(const OffloadSkinnyGemm* arguments);

@@ -1,0 +1,191 @@
+"""One query a sequence against its keys and values: the attention of a decode step."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.kernels import reference, structs
+from offload.kernels.call import Call, check, dtype_code, pointer
+from offload.kernels.workspace import Workspace
+
+__all__ = ["DecodeAttention"]
+
+OP = "decode_attention"
+COUNTERS = 3 * 1024  # OFFLOAD_DECODE_ATTENTION_COUNTERS
+MOST_SPLITS = 1024  # OFFLOAD_DECODE_ATTENTION_SHARES
+MOST_HEAD_DIM = 512
+
+
+class DecodeAttention(Call):
+    """out = softmax(scores of the columns that each query sees) @ values, one query a sequence.
+
+    query: [batch, heads, head_dim], any strides but the last dimension's. key_cache, value_cache:
+    [batch, kv_heads, capacity, head_dim] with equal strides, a head's columns next to each other;
+    both may be views of larger buffers. Query head h reads KV head h // (heads // kv_heads). out:
+    as query, contiguous. All of one dtype (float32, float16, bfloat16); head_dim up to 512.
+
+    Row b sees column j if start[b] <= j < length[b] and, with a `window`, j >= length[b] - window.
+    length, start: int32 [batch] on the same device, read at launch, so that a captured launch
+    follows them; a length beyond `max_length` (default: the capacity) counts as max_length.
+    score = softcap * tanh(scale * q.k / softcap), or scale * q.k without a softcap, + slopes[h] * j
+    (ALiBi, arXiv:2108.12409); sinks[h] adds exp(sinks[h]) to the softmax's sum (arXiv:2309.17453).
+    slopes, sinks: float32 [heads]. A row that sees nothing gives zeros; what lies in columns that
+    are not seen is of no matter, NaN included.
+
+    The batch's columns are split over the GPU's multiprocessors by their actual number
+    (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so ragged lengths cost
+    what their sum costs. Partial results are float32 and are added in a fixed order. `workspace`
+    may be shared with other calls of the same stream; without one the call has its own. `splits`:
+    the number of shares, for tests; 0 lets the library choose. `early`: see ResidualNorm.
+
+    Raises ValueError or TypeError for arguments that do not fit.
+    """
+
+    function = "offload_decode_attention"
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        length: torch.Tensor,
+        scale: float,
+        start: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
+        window: int = 0,
+        max_length: int | None = None,
+        workspace: Workspace | None = None,
+        splits: int = 0,
+        early: bool = False,
+    ) -> None:
+        if not isinstance(query, torch.Tensor):
+            raise TypeError(f"{OP}: query must be a tensor, not {type(query).__name__}")
+        dtype = dtype_code(OP, query)
+        if query.dim() != 3 or query.shape[1] < 1 or query.shape[2] < 1:
+            raise ValueError(
+                f"{OP}: query must be [batch, heads, head_dim], not {list(query.shape)}"
+            )
+        batch, heads, head_dim = query.shape
+        if head_dim > MOST_HEAD_DIM:
+            raise ValueError(f"{OP}: head_dim must be at most {MOST_HEAD_DIM}, not {head_dim}")
+        check(OP, "query", query, (batch, heads, head_dim), query, contiguous=False)
+        _check_caches(key_cache, value_cache, query)
+        check(OP, "out", out, (batch, heads, head_dim), query)
+        check(OP, "length", length, (batch,), query, dtype=torch.int32)
+        if start is not None:
+            check(OP, "start", start, (batch,), query, dtype=torch.int32)
+        for name, values in (("slopes", slopes), ("sinks", sinks)):
+            if values is not None:
+                check(OP, name, values, (heads,), query, dtype=torch.float32)
+        kv_heads, capacity = key_cache.shape[1:3]
+        max_length = capacity if max_length is None else max_length
+        if not 1 <= max_length <= capacity:
+            raise ValueError(
+                f"{OP}: max_length must be 1 to the caches' capacity of {capacity}, not "
+                f"{max_length}"
+            )
+        if not 0 <= window < 2**31:
+            raise ValueError(f"{OP}: window must be 0 (none) or more, not {window}")
+        if not 0 <= softcap < float("inf"):
+            raise ValueError(f"{OP}: softcap must be 0 (none) or more, not {softcap}")
+        if not 0 <= splits <= MOST_SPLITS:
+            raise ValueError(f"{OP}: splits must be 0 to {MOST_SPLITS}, not {splits}")
+        if workspace is not None and workspace.device.type != query.device.type:
+            raise ValueError(
+                f"{OP}: workspace must be on {query.device}, not on {workspace.device}"
+            )
+
+        self.arguments = structs.DecodeAttentionStruct(
+            query=pointer(query),
+            key_cache=pointer(key_cache),
+            value_cache=pointer(value_cache),
+            output=pointer(out),
+            start=pointer(start),
+            length=pointer(length),
+            slopes=pointer(slopes),
+            sinks=pointer(sinks),
+            query_batch_stride=_stride(query, 0),
+            query_head_stride=_stride(query, 1),
+            cache_batch_stride=_stride(key_cache, 0),
+            cache_head_stride=_stride(key_cache, 1),
+            scale=scale,
+            softcap=softcap,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_length=max_length,
+            window=window,
+            splits=splits,
+            dtype=dtype,
+            launch_early=early,
+        )
+        self._query, self._key_cache, self._value_cache, self._out = (
+            query,
+            key_cache,
+            value_cache,
+            out,
+        )
+        self._length, self._start, self._slopes, self._sinks = length, start, slopes, sinks
+        self._ready(query.device)
+        if self._on_gpu:
+            self._take_workspace(Workspace(query.device) if workspace is None else workspace)
+
+    def _take_workspace(self, workspace: Workspace) -> None:
+        nbytes = self._library.ask("offload_decode_attention_workspace", self.arguments)
+        self._partials, self._counters = workspace.partials(nbytes), workspace.counters(COUNTERS)
+        self.arguments.workspace = pointer(self._partials)
+        self.arguments.workspace_bytes = self._partials.nbytes
+        self.arguments.counters = pointer(self._counters)
+
+    def _reference(self) -> None:
+        a = self.arguments
+        result = reference.decode_attention(
+            self._query,
+            self._key_cache,
+            self._value_cache,
+            length=self._length.clamp(max=a.max_length),
+            scale=a.scale,
+            start=self._start,
+            slopes=self._slopes,
+            sinks=self._sinks,
+            softcap=a.softcap,
+            window=a.window,
+        )
+        self._out.copy_(result)
+
+
+def _stride(tensor: torch.Tensor, dimension: int) -> int:
+    """The stride, 0 where a dimension of size 1 has none that matters."""
+    return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 0
+
+
+def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, query: torch.Tensor) -> None:
+    batch, heads, head_dim = query.shape
+    if not isinstance(key_cache, torch.Tensor) or key_cache.dim() != 4:
+        what = list(key_cache.shape) if isinstance(key_cache, torch.Tensor) else key_cache
+        raise ValueError(
+            f"{OP}: key_cache must be a tensor [batch, kv_heads, capacity, head_dim], not {what}"
+        )
+    kv_heads, capacity = key_cache.shape[1:3]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{OP}: {heads} query heads must be a multiple of {kv_heads} KV heads")
+    if capacity < 1:
+        raise ValueError(f"{OP}: key_cache has no columns; its shape is {list(key_cache.shape)}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check(OP, name, cache, (batch, kv_heads, capacity, head_dim), query, contiguous=False)
+        if capacity > 1 and cache.stride(2) != head_dim:
+            raise ValueError(
+                f"{OP}: the columns of {name} must lie next to each other ({head_dim} elements); "
+                f"its strides are {list(cache.stride())}"
+            )
+    for dimension in (0, 1):
+        if _stride(key_cache, dimension) != _stride(value_cache, dimension):
+            raise ValueError(
+                f"{OP}: key_cache and value_cache must have equal strides, not "
+                f"{list(key_cache.stride())} and {list(value_cache.stride())}"
+            )

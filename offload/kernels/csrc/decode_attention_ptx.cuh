@@ -1,0 +1,111 @@
+// The instructions that decode attention needs and C++ has no words for.
+#pragma once
+#include "common.cuh"
+
+namespace offload {
+namespace decode {
+
+__device__ __forceinline__ float exp2_approximately(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Copies into shared memory; bytes beyond `seen` are zeros, and where it is 0 nothing is read.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int seen) {
+    static_assert(kBytes == 4 || kBytes == 16);
+    if (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(seen)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(seen)
+                     : "memory");
+}
+__device__ __forceinline__ void copy_async_once(uint32_t to, const void* from, int seen,
+                                                uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+                 "l"(from), "r"(seen), "l"(policy)
+                 : "memory");
+}
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void end_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until at most `running` of this thread's latest groups of copies are still under way.
+__device__ __forceinline__ void wait_for_copies(int running) {
+    switch (running) {
+        case 0:
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+            break;
+        case 1:
+            asm volatile("cp.async.wait_group 1;" ::: "memory");
+            break;
+        case 2:
+            asm volatile("cp.async.wait_group 2;" ::: "memory");
+            break;
+        default:
+            asm volatile("cp.async.wait_group 3;" ::: "memory");
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
+                                                        uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrix_pair(uint32_t (&to)[2], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1])
+                 : "r"(address)
+                 : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+}
+
+}  // namespace decode
+}  // namespace offload
