@@ -43,7 +43,7 @@ class ResidualNormStruct(Structure):
         ("width", c_int32),
         ("dtype", c_int32),
         ("launch_early", c_int32),
-        ("reserved", c_int32),
+        ("packs_per_thread", c_int32),
     )
 
 

@@ -56,7 +56,7 @@ typedef struct {
     int32_t dtype;
     int32_t launch_early;  // programmatic dependent launch: only behind a kernel of this library on
                            // the same stream
-    int32_t reserved;
+    int32_t packs_per_thread;  // 1, 2 or 4, of 16 bytes; 0: chosen by the library
 } OffloadResidualNorm;
 
 // Splits rows of QKV products, adds their bias, normalises heads (q_norm, k_norm: over head_dim),
