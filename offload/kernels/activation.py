@@ -85,6 +85,8 @@ class Activation(Call):
 
 def row_stride(op: str, name: str, tensor: torch.Tensor) -> int:
     """Elements from one row to the next of a tensor [..., width]; refuses rows at uneven steps."""
+    if not tensor.numel():
+        return tensor.shape[-1]
     step: int | None = None
     expected = 0
     for size, stride in reversed(list(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))):

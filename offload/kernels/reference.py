@@ -151,7 +151,8 @@ def split_qkv(
             + torch.arange(layout.kv_heads, device=device)[:, None] * group_stride
             + torch.arange(group * layout.head_dim, device=device)
         )
-        return x[..., columns.flatten()].view(batch, tokens, -1, layout.head_dim)
+        count = layout.kv_heads * group
+        return x[..., columns.flatten()].view(batch, tokens, count, layout.head_dim)
 
     q = normalise(heads(layout.q_offset, layout.q_group_stride, layout.group), q_norm)
     k = normalise(heads(layout.k_offset, layout.kv_group_stride, 1), k_norm)

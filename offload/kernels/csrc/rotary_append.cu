@@ -299,12 +299,12 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
     if (x.rotary_dim < 0 || x.rotary_dim % 2 || x.rotary_dim > x.head_dim)
         return refuse("rotary_append: rotary_dim must be even and at most %d, not %d", x.head_dim,
                       x.rotary_dim);
+    if (x.batch == 0 || x.tokens == 0) return 0;  // what is empty may be null
     if ((x.rotary_dim != 0) != (x.cos != nullptr) || (x.cos == nullptr) != (x.sin == nullptr))
         return refuse("rotary_append: cos and sin come with a rotary_dim, and only with one");
     if (!known_norm(x.q_norm) || !known_norm(x.k_norm))
         return refuse("rotary_append: no norm has the number %d or %d", x.q_norm.kind,
                       x.k_norm.kind);
-    if (x.batch == 0 || x.tokens == 0) return 0;
     if (!x.qkv || !x.query || !x.column) return refuse("rotary_append: a pointer is null");
     if (x.cache_capacity < 0 || (x.cache_capacity > 0 && (!x.key_cache || !x.value_cache)))
         return refuse("rotary_append: a cache of %d columns is null", x.cache_capacity);
