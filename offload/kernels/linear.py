@@ -1,0 +1,381 @@
+"""A product of any number of rows with a weight, on whichever kernel is quickest here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from offload.kernels import reference, tuning
+from offload.kernels.activation import Activation, Kind
+from offload.kernels.call import Call, current_stream
+from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
+from offload.kernels.norm import Norm
+from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.tuning import Choice, Key
+from offload.kernels.workspace import Workspace
+
+OP = "linear"
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What a Linear was asked for."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    norm: Norm | None
+    activation: str | None
+    gated: bool
+    transposed: bool
+    early: bool
+
+    @property
+    def rows(self) -> int:
+        return self.input.numel() // self.input.shape[-1]
+
+
+class Linear(Call):
+    """out = act(norm(input) @ weight.T + bias) + residual, with a gate act(gate) * up + residual,
+    for any number of rows; arguments as SkinnyGemm has them.
+
+    `transposed`: the weight is [depth, outputs] (or 2 * outputs), as GPT-2 stores it. Up to 16 rows
+    the way is looked up in a table that is measured on this machine when a shape is first seen
+    (tens of milliseconds, and scratch of three times L2; not while a graph is captured); `choice`
+    forces it. More rows go to cuBLAS, with the rest in kernels around it. On a CPU the reference
+    runs. `launch(stream)` issues it, like a `Call`. Calls that share a workspace share what lies
+    between their kernels, so they run one after another.
+
+    Raises ValueError or TypeError for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        gated: bool = False,
+        transposed: bool = False,
+        workspace: Workspace | None = None,
+        early: bool = False,
+        choice: Choice | None = None,
+    ) -> None:
+        check_linear(
+            OP, input, weight, out, bias, residual, norm, activation, gated, transposed=transposed
+        )
+        self._arguments = asked = _Arguments(
+            input, weight, out, bias, residual, norm, activation, gated, transposed, early
+        )
+        self.choice = choice
+        if input.device.type != "cuda" or not asked.rows:
+            self._launches: tuple[Callable[[int], Any], ...] = (self._reference,)
+            return
+        workspace = workspace or Workspace(input.device)
+        if choice is None:
+            self.choice = choice = choose(asked)
+        elif choice.way != "cublas" and (transposed or asked.rows > MOST_ROWS):
+            raise ValueError(
+                f"{OP}: only cublas multiplies a transposed weight or more than {MOST_ROWS} rows, "
+                f"not {choice.way!r}"
+            )
+        self._launches = _launches(asked, choice, workspace)
+
+    # Several launches, or one of torch's: nothing here that a struct of the library describes.
+    def launch(self, stream: int = 0) -> None:
+        """Issue the product on `stream` (a cudaStream_t as a number; the CPU has none)."""
+        for launch in self._launches:
+            launch(stream)
+
+    def _reference(self, stream: int = 0) -> None:
+        asked = self._arguments
+        result = reference.linear(
+            asked.input,
+            asked.weight.t() if asked.transposed else asked.weight,
+            bias=asked.bias,
+            residual=asked.residual,
+            norm=asked.norm,
+            activation=asked.activation,
+            gated=asked.gated,
+        )
+        asked.out.copy_(result)
+
+
+def choose(asked: _Arguments) -> Choice:
+    """The table's way to compute `asked`, measured now where it is not there."""
+    if asked.transposed or asked.rows > MOST_ROWS:
+        return Choice("cublas")
+    rows = tuning.bucket(asked.rows)
+    key = Key(
+        dtype=str(asked.input.dtype).removeprefix("torch."),
+        outputs=asked.out.shape[-1],
+        depth=asked.input.shape[-1],
+        rows=rows,
+        gated=asked.gated,
+        norm=asked.norm is not None,
+        activation=asked.activation is not None,
+        residual=asked.residual is not None,
+        early=asked.early,
+    )
+    device = asked.input.device
+    if torch.cuda.is_current_stream_capturing():
+        return tuning.table(device.index or 0).get(key) or Choice("own")
+    try:
+        return _Measurement(asked, rows).pick(key)
+    except torch.OutOfMemoryError:
+        return Choice("own")  # no room to measure in: the library's own guess
+
+
+class _Measurement:
+    """Times the ways to compute a product on weights of its own, which take turns."""
+
+    def __init__(self, asked: _Arguments, rows: int) -> None:
+        self._asked, self._rows = asked, rows
+        self._device = asked.input.device
+        self._copies: list[_Arguments] = []
+
+    def pick(self, key: Key) -> Choice:
+        return tuning.pick(key, self._device, self._candidates, self._time, self._refine)
+
+    def _candidates(self) -> tuple[Choice, ...]:
+        asked = self._asked
+        weights = asked.weight.numel() * asked.weight.element_size()
+        self._copies = [self._copy() for _ in range(tuning.rotation(weights, self._device))]
+        one = self._copies[0]
+        count = SkinnyGemm(
+            one.input,
+            one.weight,
+            one.out,
+            norm=one.norm,
+            gated=one.gated,
+        ).variants
+        ways: tuple[Literal["own", "apart"], ...] = ("own",)
+        if asked.norm is not None:
+            ways = ("own", "apart")
+        own = tuple(Choice(way, variant) for way in ways for variant in range(1, count + 1))
+        return (Choice("cublas"), *own)
+
+    def _refine(self, choice: Choice) -> tuple[Choice, ...]:
+        if choice.way == "cublas":
+            return ()
+        return tuple(Choice(choice.way, choice.variant, splits) for splits in SPLITS)
+
+    def _copy(self) -> _Arguments:
+        """The same product of other tensors: whatever lies in the given ones stays as it is."""
+        asked, rows = self._asked, self._rows
+        like = asked.input
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=like.device, dtype=torch.float32).to(like.dtype)
+
+        weight = torch.empty(asked.weight.shape, dtype=like.dtype, device=like.device).normal_()
+        depth, outputs = like.shape[-1], asked.out.shape[-1]
+        norm = asked.norm
+        return _Arguments(
+            input=new(rows, depth),
+            weight=weight,
+            out=new(rows, outputs),
+            bias=None if asked.bias is None else new(weight.shape[0]),
+            residual=None if asked.residual is None else new(rows, outputs),
+            norm=norm
+            and Norm(
+                norm.kind,
+                None if norm.weight is None else new(depth),
+                None if norm.bias is None else new(depth),
+                norm.eps,
+                norm.weight_offset,
+            ),
+            activation=asked.activation,
+            gated=asked.gated,
+            transposed=False,
+            early=asked.early,
+        )
+
+    def _time(self, choice: Choice) -> float:
+        workspace = Workspace(self._device)
+        runs = [_launches(copy, choice, workspace) for copy in self._copies]
+
+        def run(launches: tuple[Callable[[int], Any], ...]) -> Callable[[], None]:
+            def all_of_them() -> None:
+                stream = current_stream(self._device)
+                for launch in launches:
+                    launch(stream)
+
+            return all_of_them
+
+        return tuning.time_calls([run(launches) for launches in runs], self._device)
+
+
+def _launches(
+    asked: _Arguments, choice: Choice, workspace: Workspace
+) -> tuple[Callable[[int], Any], ...]:
+    """The kernels of `choice`, each a function of the stream."""
+    if choice.way == "cublas":
+        return _cublas(asked, workspace)
+    before: list[Callable[[int], Any]] = []
+    input, norm, early = asked.input, asked.norm, asked.early
+    if choice.way == "apart" and norm is not None:
+        # A buffer of its own: the workspace's is where the product keeps its partial sums.
+        normalised = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        before.append(_norm(input, norm, normalised, early))
+        input, norm, early = normalised, None, True
+    call = SkinnyGemm(
+        input,
+        asked.weight,
+        asked.out,
+        bias=asked.bias,
+        residual=asked.residual,
+        norm=norm,
+        activation=asked.activation,
+        gated=asked.gated,
+        variant=choice.variant,
+        splits=choice.splits,
+        workspace=workspace,
+        early=early,
+    )
+    return (*before, call.launch)
+
+
+def _norm(input: torch.Tensor, norm: Norm, out: torch.Tensor, early: bool) -> Callable[[int], None]:
+    if input.is_contiguous():
+        return ResidualNorm(residual=input, norm=norm, out=out, early=early).launch
+    flat = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    call = ResidualNorm(residual=flat, norm=norm, out=out)
+
+    def launch(stream: int) -> None:
+        with on_stream(input.device, stream):
+            flat.copy_(input)
+        call.launch(stream)
+
+    return launch
+
+
+class _Scratch:
+    """Hands out parts of a workspace, one behind another, for what lies between the kernels."""
+
+    def __init__(self, workspace: Workspace, like: torch.Tensor, shapes: list[tuple[int, ...]]):
+        size = like.element_size()
+        lengths = [-(-torch.Size(shape).numel() * size // _ALIGNMENT) for shape in shapes]
+        memory = workspace.partials(sum(lengths) * _ALIGNMENT).view(torch.uint8)
+        self.parts: list[torch.Tensor] = []
+        begin = 0
+        for shape, length in zip(shapes, lengths, strict=True):
+            part = memory[begin : begin + torch.Size(shape).numel() * size]
+            self.parts.append(part.view(like.dtype).view(shape))
+            begin += length * _ALIGNMENT
+
+
+def _cublas(asked: _Arguments, workspace: Workspace) -> tuple[Callable[[int], Any], ...]:
+    """torch's product; a norm before it and what stands behind it in kernels of their own.
+
+    A bias goes with the product where nothing else follows; a residual sum that `out` already holds
+    is what the product adds to.
+    """
+    input, weight, out, bias, residual = (
+        asked.input,
+        asked.weight,
+        asked.out,
+        asked.bias,
+        asked.residual,
+    )
+    rows, outputs = asked.rows, out.shape[-1]
+    products = 2 * outputs if asked.gated else outputs
+    acts = asked.activation is not None or asked.gated
+    in_place = residual is not None and residual.data_ptr() == out.data_ptr()
+    simple = not acts and (residual is None or (in_place and bias is None))
+    flat_out = _rows(out)
+    # Kernels behind the product want their tensors contiguous.
+    ends_elsewhere = not simple and not out.is_contiguous()
+    shapes: list[tuple[int, ...]] = []
+
+    def reserve(needed: bool, *shape: int) -> int:
+        if needed:
+            shapes.append(shape)
+        return len(shapes) - 1
+
+    at_norm = reserve(asked.norm is not None, rows, input.shape[-1])
+    at_product = reserve(not simple, rows, products)
+    at_activated = reserve(acts and residual is not None, rows, outputs)
+    at_end = reserve(ends_elsewhere, rows, outputs)
+    parts = _Scratch(workspace, input, shapes).parts
+    launches: list[Callable[[int], Any]] = []
+
+    x = _rows(input)
+    if asked.norm is not None:
+        launches.append(_norm(input, asked.norm, parts[at_norm].view(input.shape), asked.early))
+        x = parts[at_norm]
+    w = weight if asked.transposed else weight.t()
+    device = input.device
+
+    def product(target: torch.Tensor, added: torch.Tensor | None) -> None:
+        def launch(stream: int) -> None:
+            with on_stream(device, stream):
+                if added is None:
+                    torch.mm(x, w, out=target)
+                else:
+                    torch.addmm(added, x, w, out=target)
+
+        launches.append(launch)
+
+    if simple:
+        product(flat_out, bias if residual is None else flat_out)
+        return tuple(launches)
+
+    end = parts[at_end] if ends_elsewhere else flat_out
+    product(parts[at_product], None)
+    branch, branch_bias = parts[at_product], bias
+    if acts:
+        target = parts[at_activated] if residual is not None else end
+        launches.append(
+            Activation(
+                branch,
+                target,
+                kind=cast("Kind | None", asked.activation),
+                bias=bias,
+                gated=asked.gated,
+            ).launch
+        )
+        branch, branch_bias = target, None
+    if residual is not None:
+        flat = _rows(residual)
+        if not flat.is_contiguous():
+            flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
+            launches.append(_copy(flat, _rows(residual)))
+        launches.append(
+            ResidualNorm(branch=branch, residual=flat, bias=branch_bias, sum_out=end).launch
+        )
+    if ends_elsewhere:
+        launches.append(_copy(flat_out, end))
+    return tuple(launches)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as [rows, columns]; its rows lie at one stride."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
+    def launch(stream: int) -> None:
+        with on_stream(target.device, stream):
+            target.copy_(source)
+
+    return launch
+
+
+def on_stream(device: torch.device, stream: int) -> contextlib.AbstractContextManager[Any]:
+    """Make torch issue its work on `stream`, where that is not what it does already."""
+    if torch.cuda.current_stream(device).cuda_stream == stream:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))

@@ -1,0 +1,263 @@
+"""Which way to compute a product is quickest on this machine: measured once, kept in a file."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from offload.kernels.library import FILE
+
+WAYS = ("own", "apart", "cublas")
+BUCKETS = (1, 2, 4, 8, 16)
+# Weights beyond what L2 holds, so that a measured product reads from HBM as a real one does.
+ROTATION_OF_L2 = 3
+REPEATS = 5
+
+log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What decides between the ways. `rows` is a bucket of `BUCKETS`; the flags say what stands
+    around the product: a norm before it, an activation, a residual sum after it; `early` whether
+    it begins before the kernel ahead of it has ended."""
+
+    dtype: str
+    outputs: int
+    depth: int
+    rows: int
+    gated: bool
+    norm: bool
+    activation: bool
+    residual: bool
+    early: bool
+
+    def __str__(self) -> str:
+        flags = ("gated", "norm", "activation", "residual", "early")
+        named = [flag for flag in flags if getattr(self, flag)]
+        return " ".join(
+            [self.dtype, f"N{self.outputs}", f"K{self.depth}", f"rows{self.rows}", *named]
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """ "own": all in one kernel (variant and splits as SkinnyGemm takes them); "apart": the same
+    with the norm in a kernel before it; "cublas": torch's product, the rest in kernels around it.
+    """
+
+    way: Literal["own", "apart", "cublas"]
+    variant: int = 0
+    splits: int = 0
+    us: float | None = None  # as measured
+    cublas_us: float | None = None
+
+    @classmethod
+    def parse(cls, entry: Any) -> Choice:
+        """The choice of a file's entry; raises ValueError for what is none."""
+        if not isinstance(entry, dict) or entry.get("way") not in WAYS:
+            raise ValueError(f"no choice: {entry!r}")
+        numbers = {name: entry.get(name, 0) for name in ("variant", "splits")}
+        for name, value in numbers.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} is {value!r}")
+        times = {name: entry.get(name) for name in ("us", "cublas_us")}
+        for name, time in times.items():
+            if time is not None and not isinstance(time, (int, float)):
+                raise ValueError(f"{name} is {time!r}")
+        return cls(entry["way"], **numbers, **times)
+
+
+def bucket(rows: int) -> int:
+    """The smallest bucket that holds `rows` (1 to 16)."""
+    for most in BUCKETS:
+        if rows <= most:
+            return most
+    raise ValueError(f"rows must be at most {BUCKETS[-1]}, not {rows}")
+
+
+def cache_path() -> str:
+    """The file that holds this user's measurements."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "offload", "kernels.json")
+
+
+@functools.cache
+def build_id(file: Path = FILE) -> str:
+    """What tells one build of the kernels library from another; "none" where there is none."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return "none"
+
+
+class Table:
+    """The choices for one GPU, one build of the library and one torch, backed by the user's file.
+
+    Entries of other machines and builds in the file are kept.
+    """
+
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
+        self._choices: dict[str, Choice] = {}
+        damaged = 0
+        for key, entry in _read().get(machine, {}).items():
+            try:
+                self._choices[key] = Choice.parse(entry)
+            except ValueError:
+                damaged += 1
+        if damaged:
+            warnings.warn(
+                f"{damaged} entries of {cache_path()} make no sense; they are measured again",
+                stacklevel=2,
+            )
+
+    def get(self, key: Key) -> Choice | None:
+        """The choice for `key`, if it was measured."""
+        return self._choices.get(str(key))
+
+    def keep(self, key: Key, choice: Choice) -> None:
+        """Remember a choice, in the file too; a file that cannot be written costs a warning."""
+        self._choices[str(key)] = choice
+        try:
+            _write(self.machine, {str(key): asdict(choice)})
+        except OSError as error:
+            warnings.warn(
+                f"the kernels' measurements are not kept: {error}; they are repeated next time",
+                stacklevel=2,
+            )
+
+    def won(self) -> tuple[int, int]:
+        """How many of the measured products an own kernel computes, and how many there are."""
+        own = sum(choice.way != "cublas" for choice in self._choices.values())
+        return own, len(self._choices)
+
+    def __str__(self) -> str:
+        own, measured = self.won()
+        share = f" ({own / measured:.0%})" if measured else ""
+        return f"{own} of {measured} measured products{share} run on the own kernel, else cuBLAS"
+
+
+@functools.cache
+def table(device: int) -> Table:
+    """The table of GPU `device`."""
+    name = torch.cuda.get_device_name(device)
+    return Table(f"{name}, library {build_id()}, torch {torch.__version__}")
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    path = cache_path()
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} cannot be read ({error}); it is written anew", stacklevel=3)
+        return {}
+    if not isinstance(found, dict):
+        warnings.warn(f"{path} holds no measurements; it is written anew", stacklevel=3)
+        return {}
+    return {name: entries for name, entries in found.items() if isinstance(entries, dict)}
+
+
+def _write(machine: str, entries: dict[str, Any]) -> None:
+    path = cache_path()
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was said when the table was read
+        found = _read()
+    found.setdefault(machine, {}).update(entries)
+    # Written beside and renamed: another process may be reading it.
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path))
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def rotation(nbytes: int, device: torch.device) -> int:
+    """How many weights of `nbytes` it takes to measure one that is not in L2."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(64, max(2, -(-ROTATION_OF_L2 * l2 // max(1, nbytes))))
+
+
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median microseconds of one of `calls`, which run one after another in a CUDA graph."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        calls[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[1:])
+
+
+def pick(
+    key: Key,
+    device: torch.device,
+    candidates: Callable[[], tuple[Choice, ...]],
+    measure: Callable[[Choice], float],
+    refine: Callable[[Choice], tuple[Choice, ...]] = lambda choice: (),
+) -> Choice:
+    """The quickest way for `key`: from the table, else measured now and kept.
+
+    `candidates` are measured, then what `refine` makes of the best three of them, by `measure`,
+    which returns microseconds. A candidate that fails is left out. Raises RuntimeError where all
+    fail.
+    """
+    kept = table(device.index or 0)
+    found = kept.get(key)
+    if found is not None:
+        return found
+    timed: list[tuple[float, Choice]] = []
+    failed: list[str] = []
+
+    def run(choices: Sequence[Choice]) -> None:
+        for choice in choices:
+            try:
+                timed.append((measure(choice), choice))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                failed.append(f"{choice}: {error}")
+
+    run(candidates())
+    timed.sort(key=lambda entry: entry[0])
+    seen = {choice for _, choice in timed}
+    for _, choice in timed[:3]:
+        run([finer for finer in refine(choice) if finer not in seen])
+    if not timed:
+        raise RuntimeError(f"no way to compute {key} works: {'; '.join(failed)}")
+    us, best = min(timed, key=lambda entry: entry[0])
+    cublas = min((us for us, choice in timed if choice.way == "cublas"), default=None)
+    chosen = Choice(best.way, best.variant, best.splits, round(us, 2), cublas and round(cublas, 2))
+    kept.keep(key, chosen)
+    log.debug("%s: %s; %s", key, chosen, kept)
+    return chosen
