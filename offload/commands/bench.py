@@ -1,10 +1,11 @@
-"""`offload bench`: measure a model's throughput, the disk, or the link to the GPU."""
+"""`offload bench`: measure a model's throughput, the disk, the link to the GPU, or kernels."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from offload.aio import benchmark
@@ -35,6 +36,7 @@ def add_parser(commands: Any) -> None:
     )
     benchmark.add_link_arguments(link)
     link.set_defaults(execute=benchmark.run_link)
+    _add_kernels(benchmarks)
 
 
 def _add_throughput(benchmarks: Any) -> None:
@@ -129,3 +131,77 @@ def _throughput(args: argparse.Namespace) -> int:
             print(result.placement, end="\n\n", file=sys.stderr, flush=True)
     print(json.dumps(result.as_dict()) if args.json else result)
     return 0
+
+
+def _add_kernels(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "kernels",
+        help="the fused kernels, beside eager PyTorch and cuBLAS",
+        description="Every fused kernel on shapes of real models: time, rates, and the share of "
+        "what HBM or the matrix units gave in the same run. Inputs rotate through more than L2 "
+        "holds, all is timed in CUDA graphs.",
+    )
+    parser.set_defaults(execute=_kernels)
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only shapes with TEXT in their name, such as K5120; may be repeated",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--compile", action="store_true", help="torch.compile beside them, too")
+    parser.add_argument("--device", metavar="DEVICE", help="cuda:1, cpu, ... (default: the GPU)")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="instead: every variant of the small-batch product on every shape (op gemm)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write all figures there, as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    import torch
+
+    from offload.bench.kernels import gemm, run
+    from offload.bench.kernels.case import Rates
+    from offload.bench.result import machine
+
+    try:
+        device = torch.device(args.device or "cuda")
+    except RuntimeError as error:
+        raise ValueError(f"--device {args.device}: {error}") from None
+    run.check_device(device)
+    wanted = run.Wanted(device, tuple(args.op), tuple(args.shape), args.quick, args.compile)
+    found: dict[str, Any]
+    failed = False
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if args.sweep:
+        if set(args.op) - {gemm.OP}:
+            raise ValueError("--sweep is for the op gemm alone")
+        rates, facts = Rates.measure(device, 1.0), machine(device)
+        say = progress if args.json else print
+        say(run.heading(rates, facts))
+        found = {
+            "machine": facts,
+            "rates": asdict(rates),
+            "sweep": gemm.sweep(device, rates, wanted.shape, say),
+        }
+    else:
+        result = run.run_kernels(wanted, progress)
+        found, failed = result.as_dict(), result.failed
+        if not args.json:
+            print(result)
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    if args.json:
+        print(json.dumps(found))
+    return 1 if failed else 0

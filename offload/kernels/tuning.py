@@ -69,15 +69,15 @@ class Choice:
         """The choice of a file's entry; raises ValueError for what is none."""
         if not isinstance(entry, dict) or entry.get("way") not in WAYS:
             raise ValueError(f"no choice: {entry!r}")
-        numbers = {name: entry.get(name, 0) for name in ("variant", "splits")}
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} is {value!r}")
-        times = {name: entry.get(name) for name in ("us", "cublas_us")}
-        for name, time in times.items():
+        variant, splits = entry.get("variant", 0), entry.get("splits", 0)
+        for number in (variant, splits):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ValueError(f"no variant or splits: {number!r}")
+        us, cublas_us = entry.get("us"), entry.get("cublas_us")
+        for time in (us, cublas_us):
             if time is not None and not isinstance(time, (int, float)):
-                raise ValueError(f"{name} is {time!r}")
-        return cls(entry["way"], **numbers, **times)
+                raise ValueError(f"no time: {time!r}")
+        return cls(entry["way"], variant, splits, us, cublas_us)
 
 
 def bucket(rows: int) -> int:
