@@ -101,7 +101,61 @@ class Deferred:
         return result.contiguous()
 
 
-Expression = Pieces | Held | Deferred
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a view is taken: `func(tensor, *args, **kwargs)`, of several results the one wanted."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int | None
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        result = self.func(tensor, *self.args, **self.kwargs)
+        return result if self.output is None else result[self.output]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """`whole` after `func` has changed, in place, the view of it that `path` leads to."""
+
+    whole: Expression
+    path: tuple[Step, ...]
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.whole.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    def read(self) -> torch.Tensor:
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (self.args, self.kwargs))
+        whole = self.whole.read()
+        if not isinstance(self.whole, (Pieces, Changed)):  # it may be somebody's
+            whole = whole.clone()
+        with torch.no_grad():
+            part = whole
+            for step in self.path:
+                part = step(part)
+            self.func(part, *args, **kwargs)
+        return whole
+
+
+Expression = Pieces | Held | Deferred | Changed
+
+
+class Storage:
+    """What a tensor, its aliases and its views share: a change through one is seen by all."""
+
+    __slots__ = ("expression",)
+
+    def __init__(self, expression: Expression) -> None:
+        self.expression = expression
 
 
 class LazyTensor(torch.Tensor):
@@ -109,26 +163,59 @@ class LazyTensor(torch.Tensor):
 
     It claims to be on the CPU. Operations that only rearrange whole runs of bytes are done on the
     extents; any other operation is deferred; an operation that needs a value now (`equal`, `item`)
-    reads.
+    reads. A change in place is deferred too: the file keeps its bytes, the tensor and its views
+    stand for others from then on.
     """
 
-    expression: Expression
-    scratch: bool = False  # the result of a calculation, which may be changed in place
+    _shared: Storage
+    _path: tuple[Step, ...]  # from the whole of the storage, contiguous, to this view of it
+    _whole: Expression  # the storage's when `_part` was worked out
+    _part: Expression
 
     @staticmethod
-    def __new__(cls, expression: Expression) -> LazyTensor:
+    def __new__(cls, expression: Expression, stride: Sequence[int] | None = None) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             expression.shape,
+            strides=stride,  # by it torch decides whether a reshape is a view or a copy
             dtype=expression.dtype,
             device=torch.device("cpu"),
             requires_grad=False,
         )
-        self.expression = expression
+        self._shared = Storage(expression)
+        self._path = ()
+        self._whole = self._part = expression
         return self
 
-    def __init__(self, expression: Expression) -> None:
+    def __init__(self, expression: Expression, stride: Sequence[int] | None = None) -> None:
         pass
+
+    @property
+    def expression(self) -> Expression:
+        """What the tensor stands for now."""
+        whole = self._shared.expression
+        if whole is not self._whole:
+            part = LazyTensor(whole)
+            for step in self._path:
+                part = step(part)
+            self._whole, self._part = whole, part.expression
+        return self._part
+
+    def _view(self, step: Step, expression: Expression, stride: Sequence[int]) -> LazyTensor:
+        """What `step` takes from this tensor: changes of one are seen in both."""
+        view = LazyTensor(expression, stride)
+        view._shared = self._shared
+        view._whole = self._shared.expression
+        view._path = self._path if step.func in _ALIASES else (*self._path, step)
+        return view
+
+    def _change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stand for what `func(tensor, *args, **kwargs)` makes of this tensor in place."""
+        changed: Expression = Changed(self._shared.expression, self._path, func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:  # numbers are drawn in the code's order
+            drawn = Held(changed.read())
+            changed = Deferred(drawn.read, (), {}, None, drawn.shape, drawn.dtype)
+        self._shared.expression = changed
 
     @classmethod
     def of(cls, extent: Extent) -> LazyTensor:
@@ -155,19 +242,26 @@ class LazyTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        rearranged = _rearrange(func, args, kwargs)
-        if rearranged is not None:
-            return rearranged
         if func in _FACTORIES:
             return func(*tree_map_only(LazyTensor, _stand_in, args), **kwargs)
         if func._schema.is_mutable:
-            if _changes_scratch(func, args):
-                return _change(func, args, kwargs)
-            raise UnsupportedError(
-                f"{func} would change a weight while the model is being built; weights that stay "
-                f"on disk cannot be changed"
-            )
-        return _defer(func, args, kwargs)
+            return _change(func, args, kwargs)
+        rearranged = _rearrange(func, args, kwargs)
+        result = _defer(func, args, kwargs) if rearranged is None else rearranged
+        return _views(result, func, args, kwargs) if func.is_view else result
+
+
+def _views(result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`result`, tied to the first argument, whose bytes it shares."""
+    base, *rest = args
+    on_meta = func(_meta(base), *rest, **kwargs)
+    if isinstance(result, LazyTensor):
+        step = Step(func, tuple(rest), kwargs, None)
+        return base._view(step, result.expression, on_meta.stride())
+    return [
+        base._view(Step(func, tuple(rest), kwargs, i), part.expression, m.stride())
+        for i, (part, m) in enumerate(zip(result, on_meta, strict=True))
+    ]
 
 
 def _stand_in(x: LazyTensor) -> torch.Tensor:
@@ -175,18 +269,30 @@ def _stand_in(x: LazyTensor) -> torch.Tensor:
     return torch.empty((), dtype=x.dtype).expand(x.shape)
 
 
-def _changes_scratch(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether what `func` writes is a scratch tensor alone: no weight, and no view of one."""
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Defer an operation that changes its first argument in place."""
     written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-    return written.index(True) == 0 and isinstance(args[0], LazyTensor) and args[0].scratch
+    if written.count(True) != 1 or not written[0] or torch.Tag.inplace_view in func.tags:
+        raise UnsupportedError(
+            f"{func} would change a weight while the model is being built; of weights that stay on "
+            f"disk only values can be changed, one at a time and in place"
+        )
+    target, *rest = args
+    if not isinstance(target, LazyTensor):
+        values, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (rest, kwargs))
+        return func(target, *values, **kwargs)
+    rest, kwargs = _as_they_are(rest, kwargs)
+    target._change(func, tuple(rest), kwargs)
+    return target
 
 
-def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
-    """Run an operation that changes its first argument, a scratch tensor, now."""
-    values, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
-    func(*values, **kwargs)
-    args[0].expression = Held(values[0])
-    return args[0]
+def _as_they_are(*arguments: Any) -> Any:
+    """These arguments, untouched by later changes of their tensors."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: LazyTensor(t.expression) if isinstance(t, LazyTensor) else t.detach().clone(),
+        arguments,
+    )
 
 
 def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,15 +310,12 @@ def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except NotImplementedError:  # the result's shape depends on values
         real = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
         return func(*real[0], **real[1])
-    if not func.is_view:  # what its arguments are now, should one of them be changed later
-        args, kwargs = tree_map_only(LazyTensor, lambda t: LazyTensor(t.expression), (args, kwargs))
+    args, kwargs = _as_they_are(args, kwargs)
     single = isinstance(result, torch.Tensor)
     parts = [
         LazyTensor(Deferred(func, args, kwargs, None if single else i, m.shape, m.dtype))
         for i, m in enumerate([result] if single else result)
     ]
-    for part in parts:
-        part.scratch = not func.is_view
     return parts[0] if single else parts
 
 
@@ -229,9 +332,8 @@ def _same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
 def _to_copy(x: LazyTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is None or dtype == x.dtype:
         return LazyTensor(x.expression)
-    return LazyTensor(
-        Deferred(torch.Tensor.to, (x, dtype), {}, None, x.shape, dtype)
-    )  # device and pinning are the placement's business
+    args = (LazyTensor(x.expression), dtype)  # device and pinning are the placement's business
+    return LazyTensor(Deferred(torch.Tensor.to, args, {}, None, x.shape, dtype))
 
 
 def _reshaped(func: Any) -> Callable[..., LazyTensor | None]:
@@ -246,8 +348,8 @@ def _reshaped(func: Any) -> Callable[..., LazyTensor | None]:
 
 
 def _meta(x: LazyTensor) -> torch.Tensor:
-    """A tensor of this shape, on which torch checks arguments and works out shapes."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    """A tensor like this without data, on which torch checks arguments and works out shapes."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 _view = _reshaped(aten.view.default)
@@ -330,6 +432,8 @@ def _unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor] | None:
 def _clone(x: LazyTensor, *, memory_format: Any = None) -> LazyTensor:
     return LazyTensor(x.expression)
 
+
+_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 
 # They ask for a shape and a dtype only.
 _FACTORIES = {
