@@ -19,13 +19,21 @@ from offload.kernels.activation import Activation, Kind
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import Call, current_stream
 from offload.kernels.gemm import SkinnyGemm
+from offload.kernels.linear import Linear
 from offload.kernels.norm import Norm
 from offload.kernels.qkv import QkvLayout
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
 
-__all__ = ["activation", "decode_attention", "residual_norm", "rotary_append", "skinny_gemm"]
+__all__ = [
+    "activation",
+    "decode_attention",
+    "linear",
+    "residual_norm",
+    "rotary_append",
+    "skinny_gemm",
+]
 
 _library = torch.library.Library("offload", "DEF")
 
@@ -414,13 +422,19 @@ def decode_attention(
     )
 
 
-# skinny_gemm
+# skinny_gemm, linear
 
 
 def _linear_output(
-    input: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, **_: Any
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    gated: bool = False,
+    transposed: bool = False,
+    **_: Any,
 ) -> torch.Tensor:
-    return input.new_empty(*input.shape[:-1], weight.shape[0] // (2 if gated else 1))
+    products = weight.shape[1 if transposed else 0]
+    return input.new_empty(*input.shape[:-1], products // (2 if gated else 1))
 
 
 def _skinny_gemm(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -431,12 +445,22 @@ def _skinny_gemm(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> t
     return out
 
 
-_define(
-    "skinny_gemm(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? residual=None, "
-    f"{_norm_schema('norm')}, str? activation=None, bool gated=False) -> Tensor",
-    _skinny_gemm,
-    _linear_output,
+def _linear(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+    out = _linear_output(input, weight, **options)
+    norm = _norm_of("norm", options)
+    guard = torch.cuda.device(input.device) if input.is_cuda else contextlib.nullcontext()
+    with guard:
+        call = Linear(input, weight, out, norm=norm, workspace=_workspace(input.device), **options)
+        call.launch(current_stream(input.device))
+    return out
+
+
+_PRODUCT = (
+    "(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? residual=None, "
+    f"{_norm_schema('norm')}, str? activation=None, bool gated=False"
 )
+_define(f"skinny_gemm{_PRODUCT}) -> Tensor", _skinny_gemm, _linear_output)
+_define(f"linear{_PRODUCT}, bool transposed=False) -> Tensor", _linear, _linear_output)
 
 
 def skinny_gemm(
@@ -457,5 +481,29 @@ def skinny_gemm(
         residual=residual,
         activation=activation,
         gated=gated,
+        **_norm_fields("norm", norm),
+    )
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    activation: Kind | None = None,
+    gated: bool = False,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """act(norm(input) @ weight.T + bias) + residual for any number of rows; see `Linear`."""
+    return torch.ops.offload.linear(
+        input,
+        weight,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        gated=gated,
+        transposed=transposed,
         **_norm_fields("norm", norm),
     )

@@ -85,8 +85,16 @@ class Samples:
             ((x, w), flat("norm", self.norm("layer", 24))),
         ]
 
+    def linear(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        x, w, b = self.tensor(2, 11, 24), self.tensor(24, 10), self.tensor(10)
+        layer = flat("norm", self.norm("layer", 24))
+        return [
+            ((x, w), {"bias": b, "transposed": True, **layer}),
+            *self.skinny_gemm(),
+        ]
 
-OPS = ("residual_norm", "rotary_append", "activation", "decode_attention", "skinny_gemm")
+
+OPS = ("linear", "residual_norm", "rotary_append", "activation", "decode_attention", "skinny_gemm")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -130,7 +138,7 @@ def block(s: Samples) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         o = ops.skinny_gemm(a.view(batch, 32), weights["out"])
         total, h, _ = ops.residual_norm(o, x, bias=weights["bias"], norm=weights["norm2"])
         up = ops.activation(h @ weights["up"].T, "silu", gated=True)
-        return ops.skinny_gemm(up, weights["down"], residual=total)
+        return ops.linear(up, weights["down"], residual=total)
 
     angles = torch.rand(1, 1, 4, device=s.device)
     arguments = (
