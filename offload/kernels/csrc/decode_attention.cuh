@@ -23,8 +23,11 @@ namespace offload {
 namespace decode {
 
 constexpr int kMostShares = OFFLOAD_DECODE_ATTENTION_SHARES;
-constexpr int kMostInOneStep = 12;  // parts that one CTA combines alone; more go in two steps
-constexpr int kMostWarps = 12;      // of a CTA
+// What one CTA combines alone; more parts are combined in two steps. Every step costs a round trip
+// through L2 and an atomic, every part of a head its elements.
+constexpr int kFewParts = 8;
+constexpr int kMostPartHeads = 384;
+constexpr int kMostWarps = 12;  // of a CTA
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Params {
@@ -211,6 +214,12 @@ __device__ __forceinline__ float score_scale(const Params& p) {
     return p.softcap > 0.f ? p.scale / p.softcap : p.scale * kLog2e;
 }
 
+__device__ __forceinline__ float warp_most(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+
 // The slot of part `i` of an item whose first part CTA `first` has.
 __device__ __forceinline__ int64_t slot_of(int32_t first, int32_t i) {
     return 2 * (static_cast<int64_t>(first) + i) + (i == 0);
@@ -220,9 +229,9 @@ __device__ __forceinline__ int64_t slot_of(int32_t first, int32_t i) {
 // is seen; leaves the counter zero.
 __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t expected) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence();  // it covers what the CTA's other threads wrote before the barrier
         last = atomicAdd(counter, 1u) == expected - 1;
         if (last) *counter = 0;
         __threadfence();
@@ -231,34 +240,79 @@ __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t expected) {
     return last;
 }
 
-struct Merged {
-    float4 sums;
-    float most, sum;
+// Some parts of an item: i, i + step, ... (`count` of them).
+struct Parts {
+    int32_t first;  // the CTA that has part 0
+    int32_t i, step, count;
+
+    __device__ int64_t slot(int n) const { return slot_of(first, i + n * step); }
 };
 
-// Parts i, i + step, ... (`count` of them) of one head, four of its elements, in their order.
-__device__ __forceinline__ Merged merge(const Params& p, int32_t first, int32_t i, int32_t step,
-                                        int32_t count, int head, int element) {
-    float most = -INFINITY;
-#pragma unroll 4
-    for (int n = 0; n < count; ++n)
-        most = fmaxf(most, __ldcg(&p.stats[slot_of(first, i + n * step) * p.tile_heads + head]).x);
-    const float base = most == -INFINITY ? 0.f : most;
-    Merged all = {{0.f, 0.f, 0.f, 0.f}, most, 0.f};
-#pragma unroll 4
-    for (int n = 0; n < count; ++n) {
-        const int64_t row = slot_of(first, i + n * step) * p.tile_heads + head;
-        const float2 stat = __ldcg(&p.stats[row]);
-        const float4 part =
-            __ldcg(reinterpret_cast<const float4*>(p.sums + row * p.padded_dim + element));
-        const float weight = exp2f(stat.x - base);
-        all.sum += stat.y * weight;
-        all.sums.x += part.x * weight;
-        all.sums.y += part.y * weight;
-        all.sums.z += part.z * weight;
-        all.sums.w += part.w * weight;
+// Fills scratch[n * heads + head].x with what part n's sums are multiplied with; their maximum and
+// sum become those of slot `into`, or below 0 the weights are normalised.
+__device__ __forceinline__ void weigh_parts(const Params& p, const Cursor& at, const Parts& parts,
+                                            int64_t into, float2* scratch) {
+    const int heads = at.heads(p), lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < parts.count * heads; i += blockDim.x)
+        scratch[i] = __ldcg(&p.stats[parts.slot(i / heads) * p.tile_heads + i % heads]);
+    __syncthreads();
+    for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
+        float most = -INFINITY;
+        for (int n = lane; n < parts.count; n += 32)
+            most = fmaxf(most, scratch[n * heads + head].x);
+        most = warp_most(most);
+        const float base = most == -INFINITY ? 0.f : most;
+        float sum = 0.f;
+        for (int n = lane; n < parts.count; n += 32) {
+            float2& stat = scratch[n * heads + head];
+            stat.x = exp2f(stat.x - base);
+            sum += stat.y * stat.x;
+        }
+        sum = warp_sum(sum);
+        if (into >= 0) {
+            if (lane == 0) __stcg(&p.stats[into * p.tile_heads + head], make_float2(most, sum));
+            continue;
+        }
+        const float factor =
+            normaliser(p, at.head(p) + head, at.see.first + at.see.columns, most, sum);
+        for (int n = lane; n < parts.count; n += 32) scratch[n * heads + head].x *= factor;
     }
-    return all;
+    __syncthreads();
+}
+
+// Adds the weighed parts in their order and calls write(head, first element, sums).
+template <int kUnrolled, typename Write>
+__device__ __forceinline__ void add_parts(const Params& p, int heads, const Parts& parts,
+                                          const float2* scratch, Write write) {
+    constexpr int kTogether = 2;  // elements in flight at a time, times the unrolled parts
+    const int quads = p.padded_dim / 4, all = heads * quads;
+    for (int e = threadIdx.x; e < all; e += blockDim.x * kTogether) {
+        float4 sums[kTogether] = {};
+        int head[kTogether], element[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const int at = min(e + i * static_cast<int>(blockDim.x), all - 1);
+            head[i] = at / quads;
+            element[i] = at % quads * 4;
+        }
+#pragma unroll kUnrolled
+        for (int n = 0; n < parts.count; ++n) {
+            const float* from = p.sums + parts.slot(n) * p.tile_heads * p.padded_dim;
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const float4 x = __ldcg(
+                    reinterpret_cast<const float4*>(from + head[i] * p.padded_dim + element[i]));
+                const float weight = scratch[n * heads + head[i]].x;
+                sums[i].x += x.x * weight;
+                sums[i].y += x.y * weight;
+                sums[i].z += x.z * weight;
+                sums[i].w += x.w * weight;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+            if (e + i * static_cast<int>(blockDim.x) < all) write(head[i], element[i], sums[i]);
+    }
 }
 
 template <typename T>
@@ -272,58 +326,40 @@ __device__ __forceinline__ void store_output(const Params& p, int b, int head, i
 }
 
 // Called by every CTA that has written a part of the item at `at`, where the item begins at tile
-// `begin` of the line: the last one combines the parts into the output.
-template <typename T>
+// `begin` of the line: the last one combines the parts into the output. `scratch` is shared memory
+// for `room` statistics.
+template <typename Math>
 __device__ __forceinline__ void combine(const Params& p, const Cursor& at, const Share& share,
-                                        int64_t begin) {
+                                        int64_t begin, float2* scratch, int room) {
     const int32_t first = share.owner(begin);
-    const int32_t parts = share.owner(begin + at.tiles - 1) - first + 1;
-    const int32_t own = static_cast<int32_t>(blockIdx.x) - first;
-    const int heads = at.heads(p), quads = p.padded_dim / 4;
+    const int32_t count = share.owner(begin + at.tiles - 1) - first + 1;
+    const int heads = at.heads(p);
     int32_t step = 1;
-    if (parts > kMostInOneStep) {
-        // Groups of `step` parts first, each into the slot of its first part.
-        while (step * step < parts) ++step;
+    if (count > kFewParts && (count > room / heads || count * heads > kMostPartHeads)) {
+        // Too much for one CTA: groups of `step` parts first, each into the slot of its first.
+        while (step * step < count) ++step;
+        const int32_t own = static_cast<int32_t>(blockIdx.x) - first;
         const int32_t leader = own / step * step;
-        const int32_t members = min(step, parts - leader);
-        const int64_t slot = slot_of(first, leader);
-        if (!is_last(p.counters + slot, members)) return;
-        for (int e = threadIdx.x; e < heads * quads; e += blockDim.x) {
-            const int head = e / quads, element = e % quads * 4;
-            const Merged all = merge(p, first, leader, 1, members, head, element);
-            __stcg(reinterpret_cast<float4*>(p.sums + (slot * p.tile_heads + head) * p.padded_dim +
-                                             element),
-                   all.sums);
-        }
-        __syncthreads();  // the first part's statistics are replaced only now that all are read
-        for (int head = threadIdx.x; head < heads; head += blockDim.x) {
-            float most = -INFINITY, sum = 0.f;
-            for (int n = 0; n < members; ++n)
-                most = fmaxf(most,
-                             __ldcg(&p.stats[slot_of(first, leader + n) * p.tile_heads + head]).x);
-            const float base = most == -INFINITY ? 0.f : most;
-            for (int n = 0; n < members; ++n) {
-                const float2 stat =
-                    __ldcg(&p.stats[slot_of(first, leader + n) * p.tile_heads + head]);
-                sum += stat.y * exp2f(stat.x - base);
-            }
-            __stcg(&p.stats[slot * p.tile_heads + head], make_float2(most, sum));
-        }
+        const Parts parts = {first, leader, 1, min(step, count - leader)};
+        const int64_t into = parts.slot(0);
+        if (!is_last(p.counters + into, parts.count)) return;
+        weigh_parts(p, at, parts, into, scratch);
+        add_parts<Math::kPartsTogether>(
+            p, heads, parts, scratch, [&](int head, int element, float4 sums) {
+                __stcg(reinterpret_cast<float4*>(
+                           p.sums + (into * p.tile_heads + head) * p.padded_dim + element),
+                       sums);
+            });
     }
-    const int32_t groups = (parts - 1) / step + 1;
-    if (!is_last(p.counters + (step > 1 ? 2 * kMostShares + first : slot_of(first, 0)), groups))
+    const Parts parts = {first, 0, step, (count - 1) / step + 1};
+    if (!is_last(p.counters + (step > 1 ? 2 * kMostShares + first : slot_of(first, 0)),
+                 parts.count))
         return;
-    for (int e = threadIdx.x; e < heads * quads; e += blockDim.x) {
-        const int head = e / quads, element = e % quads * 4;
-        Merged all = merge(p, first, 0, step, groups, head, element);
-        const float scale =
-            normaliser(p, at.head(p) + head, at.see.first + at.see.columns, all.most, all.sum);
-        all.sums.x *= scale;
-        all.sums.y *= scale;
-        all.sums.z *= scale;
-        all.sums.w *= scale;
-        store_output<T>(p, at.b, at.head(p) + head, element, all.sums);
-    }
+    weigh_parts(p, at, parts, -1, scratch);
+    add_parts<Math::kPartsTogether>(
+        p, heads, parts, scratch, [&](int head, int element, float4 sums) {
+            store_output<typename Math::Element>(p, at.b, at.head(p) + head, element, sums);
+        });
 }
 
 // Math is what one CTA does with a tile:
@@ -332,7 +368,8 @@ __device__ __forceinline__ void combine(const Params& p, const Cursor& at, const
 //   begin(p, cursor)           a new item: forget the sums
 //   tile(p, stage, cursor)     add a tile
 //   store(p, cursor)           the item was whole: normalise, write the output
-//   store_part(p, cursor, slot)
+//   store_part(p, cursor, slot)  write the sums as they are
+//   scratch(), room(p)         shared memory for float2s, free between items
 template <typename Math>
 __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
     decode_attention_kernel(const __grid_constant__ Params p) {
@@ -375,7 +412,7 @@ __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
         } else {
             math.store_part(p, at, 2 * static_cast<int64_t>(blockIdx.x) + (begun == 0));
             const int64_t here = share.begin + share.count - at.left;
-            combine<typename Math::Element>(p, at, share, here - at.tile);
+            combine<Math>(p, at, share, here - at.tile, math.scratch(), math.room(p));
         }
     }
 }

@@ -27,7 +27,7 @@ struct MmaShape {
     static constexpr int kRow = (kSwizzled ? kChunks : kChunks | 1) * 16;  // bytes
     static constexpr int kTile = kColumns * kRow;
     static constexpr int kScores = kColumns + 8;  // floats a query
-    static constexpr int kMostTeams = kQueries < 4 ? 1 : kDim > 128 ? 2 : 3;
+    static constexpr int kMostTeams = kQueries < 4 ? 1 : kDim > 64 ? 2 : 3;
 
     __host__ __device__ static constexpr int queries(int teams) { return 8 * kQueries * teams; }
     __host__ __device__ static constexpr int stage_bytes(int teams) {
@@ -47,6 +47,8 @@ struct MmaMath {
     using Shape = MmaShape<kDim, kQueries>;
     static constexpr int kMostThreads = Shape::kTeam * Shape::kMostTeams;
     static constexpr int kLeastCtas = kQueries == 4 || kDim > 128 ? 1 : kDim > 80 ? 2 : 3;
+    static constexpr int kPartsTogether = Shape::kMostTeams > 1 ? 2 : 8;
+    static constexpr int kCopiesTogether = Shape::kMostTeams > 1 ? 2 : 16;
     static constexpr int kSteps = kDim / 16;         // of the first product, 16 elements each
     static constexpr int kParts = (kSteps + 3) / 4;  // of the output a warp has, 16 elements each
     static constexpr int kColumns = Shape::kColumns;
@@ -76,6 +78,10 @@ struct MmaMath {
           policy(evict_first_policy()),
           scale(score_scale(p)) {}
 
+    __device__ float2* scratch() const { return reinterpret_cast<float2*>(scores); }
+    __device__ int room(const Params&) const {
+        return Shape::queries(threads / Shape::kTeam) * Shape::kScores / 2;
+    }
     __device__ uint32_t keys(int stage) const { return stages + stage * 2 * Shape::kTile; }
     __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTile; }
     // A ring too: while one item's queries are in use, at most p.stages - 1 more were loaded.
@@ -107,7 +113,7 @@ struct MmaMath {
     template <bool kWhole>
     __device__ void copy_rows(const Params& p, uint32_t to, const T* from, int rows) const {
         constexpr int kCopies = kColumns * Shape::kChunks;
-#pragma unroll
+#pragma unroll kCopiesTogether
         for (int first = 0; first < kCopies; first += Shape::kTeam) {
             const int i = first * (threads / Shape::kTeam) + static_cast<int>(threadIdx.x);
             if (Shape::kMostTeams > 1 && i >= kCopies) break;

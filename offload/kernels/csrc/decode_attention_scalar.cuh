@@ -46,6 +46,7 @@ struct ScalarMath {
     using Element = T;
     static constexpr int kMostThreads = kScalarThreads;
     static constexpr int kLeastCtas = 2;
+    static constexpr int kPartsTogether = 4;
     static constexpr int kTogether = kQueries < 16 ? 1 : 4;  // queries that share a read of K
 
     __device__ static int32_t columns(const Params& p) { return p.columns; }
@@ -76,6 +77,11 @@ struct ScalarMath {
           lanes(kScalarThreads / quads),
           scale(score_scale(p)) {}
 
+    // From `exchange` to the end of `scores`.
+    __device__ float2* scratch() const { return reinterpret_cast<float2*>(exchange); }
+    __device__ int room(const Params& p) const {
+        return kScalarThreads * 2 + kQueries * (p.padded_dim + shape.score_stride()) / 2;
+    }
     __device__ unsigned char* keys(int stage) const { return stages + stage * shape.stage_bytes(); }
     __device__ unsigned char* values(int stage) const {
         return keys(stage) + shape.columns * shape.row;
@@ -203,9 +209,7 @@ struct ScalarMath {
             const float before = most[q];
             float now = before;
             for (int row = lane; row < rows; row += 32) now = fmaxf(now, at[row]);
-#pragma unroll
-            for (int step = 16; step > 0; step >>= 1)
-                now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, step));
+            now = warp_most(now);
             const float base = now == -INFINITY ? 0.f : now;
             float total = 0.f;
             for (int row = lane; row < rows; row += 32) {
