@@ -13,18 +13,21 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from offload import aio
+from offload import aio, kernels
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
 from offload.device import compute_device
-from offload.errors import BudgetError
+from offload.errors import BudgetError, UnsupportedError
 from offload.memory_limits import host_memory_available
 from offload.models.build import build_model
+from offload.models.describe import describe
+from offload.models.fused import FusedEngine
 from offload.models.hooked import PassOwner
 from offload.models.install import install
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
+from offload.models.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
 from offload.scheduler.plan import (
     Budget,
@@ -71,10 +74,10 @@ def run(
 ) -> PreTrainedModel:
     """A transformers model that runs although it does not fit: its layers are streamed.
 
-    What comes back is the model class itself, in eval mode, with logits bit-equal to the plain
-    model on the same device. `generate`, `pipeline`, streamers and the rest of transformers work
-    on it. `model.offload` holds the plan, `report()` and `close()`; the model is a context manager
-    that closes itself.
+    What comes back is the model class itself, in eval mode. On the transformers engine its logits
+    are bit-equal to the plain model's on the same device, on the fused engine equal to rounding.
+    `generate`, `pipeline`, streamers and the rest of transformers work on it. `model.offload` holds
+    the plan, `report()` and `close()`; the model is a context manager that closes itself.
 
     Args:
         model: a checkpoint folder (safetensors or .bin, single or sharded), a hub id (taken from
@@ -94,7 +97,9 @@ def run(
             cast, a live model). Default: a cache folder of the user ($OFFLOAD_HOME). Nothing is
             ever written beside the checkpoint.
         dtype: "auto" (as from_pretrained), a torch dtype or its name.
-        engine: "transformers" (the model's own modules), or "auto".
+        engine: "transformers" (the model's own modules), "fused" (the layers as one block over
+            the project's CUDA kernels; UnsupportedError where it cannot express the model), or
+            "auto": fused where a GPU computes, the kernels library loads and the family is known.
         device: where layers run: "cpu", "cuda:1", ... Default: the current GPU, else the CPU.
         prefetch: loads kept ahead of the layer in use; n need n + 1 slots, and a small budget
             lowers n (the report says so).
@@ -173,7 +178,8 @@ def offload_built(
     """
     device = compute_device(config.compute)
     own_tier = _own_tier_modules(network, config.tiers)
-    parts = take_apart(network, own_tier)
+    spec, engine_reason = _choose_engine(network, config)
+    parts = take_apart(network, own_tier, spec.adjacent() if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
     plan = _plan(parts, config, network, io)
     layers, pack = _pack(parts, plan, checkpoint, config)
@@ -183,13 +189,43 @@ def offload_built(
         owner = PassOwner(stream, device, lambda: _explain_memory(plan), store.check_files)
         install(parts, layers, plan, store, owner, device)
         network.eval()
-        Offload(parts, plan, store, owner, device, pack)
+        engine = None
+        if spec is not None:
+            engine = FusedEngine(spec, parts, owner, config.compute)
+        Offload(parts, plan, store, owner, device, pack, engine, engine_reason)
     except BaseException:
         store.close()
         if pack is not None:
             pack.remove()
         raise
     return network
+
+
+def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[ModelSpec | None, str]:
+    """What the fused engine is to run, or None for the model's own modules; and why."""
+    if config.engine == "transformers":
+        return None, "the model's own modules"
+    asked, compute = config.engine == "fused", config.compute
+    if compute.type == "cpu" and not asked:
+        return None, "the model's own modules, as always where the CPU computes"
+    if compute.type != "cpu":
+        problem = kernels.why_not(compute.index)
+        if problem is not None and asked:
+            raise UnsupportedError(f"engine='fused' on {compute}: {problem}")
+        if problem is not None:
+            return None, f"the model's own modules: {problem}"
+    try:
+        spec = describe(network)
+    except CannotExpress as error:
+        if asked:
+            raise UnsupportedError(
+                f"engine='fused' cannot run {type(network).__name__}: no block expresses {error}; "
+                "engine='auto' runs the model's own modules then"
+            ) from error
+        return None, f"the model's own modules: no fused block expresses {error}"
+    if compute.type == "cpu":
+        return spec, "asked for; on a CPU every kernel is its reference"
+    return spec, f"the family {spec.family} on fused kernels"
 
 
 def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> list[str]:

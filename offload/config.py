@@ -13,7 +13,7 @@ from offload.memory_limits import parse_size
 from offload.scheduler.plan import Tier
 
 _TIER_NAMES = {"cpu": Tier.CPU, "nvme": Tier.NVME, "disk": Tier.NVME}
-ENGINES = ("auto", "transformers")
+ENGINES = ("auto", "transformers", "fused")
 MAX_PREFETCH = 64
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -4,6 +4,7 @@ attributes.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from offload.device import ComputeDevice
 from offload.errors import UnsupportedError
 from offload.measure import measure_rates
+from offload.models.fused import FusedEngine
 from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
 from offload.models.parts import ModelParts
@@ -38,6 +40,8 @@ class Offload(NotCopied):
         owner: PassOwner,
         device: ComputeDevice,
         pack: Pack | None,
+        engine: FusedEngine | None,
+        engine_reason: str,
     ) -> None:
         model = parts.model
         self.plan = plan
@@ -46,6 +50,8 @@ class Offload(NotCopied):
         self._store = store
         self._owner = owner
         self._device = device
+        self._engine = engine
+        self._engine_reason = engine_reason
         self._rates: Rates | None = None
         self._release: Callable[[], None] = weakref.finalize(model, _release, owner, store, pack)
         _become_offloaded(model, device.torch_device, parts, plan)
@@ -55,6 +61,11 @@ class Offload(NotCopied):
     def closed(self) -> bool:
         """Whether the weights were released."""
         return self._owner.closed
+
+    def prepare_cache(self, cache: Any, max_length: int) -> None:
+        """Let a cache that will be passed to the model know how many columns it will get."""
+        if self._engine is not None:
+            self._engine.prepare(cache, max_length)
 
     @property
     def device(self) -> torch.device:
@@ -92,10 +103,14 @@ class Offload(NotCopied):
             notes.append(
                 f"{pageable} bytes could not be pinned ({reason}); copies from them are slower"
             )
+        engine = self._engine
+        if engine is not None and engine.graph_problem is not None:
+            notes.append(engine.graph_problem)
         return Report(
             model=self._name,
-            engine="transformers",
-            engine_reason="the model's own modules",
+            engine="transformers" if engine is None else "fused",
+            engine_reason=self._engine_reason,
+            unserved={} if engine is None else dict(engine.unserved),
             device=str(self._device.torch_device),
             plan=self.plan,
             rates=self.rates(),
@@ -116,6 +131,8 @@ class Offload(NotCopied):
         forward raises from then on.
         """
         self._release()
+        if self._engine is not None:
+            self._engine.close()
         for binding, placeholder in all_bindings(self._parts):
             binding.module._parameters[binding.key] = placeholder
         for part in self._parts.layers:
@@ -187,6 +204,16 @@ class _OffloadedModel(NotCopied, PreTrainedModel):
         if here and (dtype is None or dtype == self.dtype):
             return self
         refuse_move()
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the plain model; the fused engine learns how long the sequences may become."""
+        prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
+        result = prepare(*args, **kwargs)
+        given = inspect.signature(prepare).bind(*args, **kwargs).arguments
+        caches = given.get("model_kwargs", {})
+        cache = caches.get("cache", caches.get("past_key_values"))
+        self.offload.prepare_cache(cache, given.get("max_cache_length", 0))
+        return result
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As in the plain model, unless the embedding or the head is streamed."""

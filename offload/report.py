@@ -38,6 +38,7 @@ class Report:
     pageable_reason: str = ""
     io: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unserved: Mapping[str, int] = field(default_factory=dict)  # calls the engine left, by reason
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -84,6 +85,7 @@ class Report:
             "model": self.model,
             "engine": self.engine,
             "engine_reason": self.engine_reason,
+            "unserved": dict(self.unserved),
             "device": self.device,
             "tiers": {
                 t.value: {"layers": self.plan.count(t), "bytes": self.plan.weight_bytes(t)}
@@ -141,5 +143,9 @@ class Report:
             lines.append(f"  bound of a pass: {predicted * 1e3:.1f} ms ({self.rates})")
         if self.passes:
             lines.append(f"  {self.achieved}")
+        lines += [
+            f"  {count} calls ran on transformers' modules: {reason}"
+            for reason, count in self.unserved.items()
+        ]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -1,0 +1,247 @@
+"""Decoding one token a sequence: every kernel call of every layer, made once and launched often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from offload.kernels import Norm
+from offload.kernels.attention import DecodeAttention
+from offload.kernels.call import Call, current_stream
+from offload.kernels.linear import Linear
+from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.rotary import RotaryAppend
+from offload.kernels.workspace import Workspace
+from offload.models.decode_graph import LaunchGraph
+from offload.models.kv_cache import KvLayer
+from offload.models.layer_weights import LayerWeights, Product
+from offload.models.spec import Angles, LayerSpec, ModelSpec
+
+Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
+
+
+class DecodeSession:
+    """The buffers that calls read and write, for one cache as it lies now, and those calls.
+
+    `hidden` [batch, width] goes from layer to layer. What changes from token to token (positions,
+    angles) is in small tensors that `begin` fills, so that calls, and graphs of them, stay good.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Sequence[KvLayer],
+        padded: bool,
+        stream: int,
+        workspace: Workspace,
+    ) -> None:
+        self.key = session_key(layers, padded, stream)
+        self.graphs: dict[int, LaunchGraph] = {}  # of stretches of layers, by the first
+        self.issued: set[int] = set()  # stretches that were launched without one
+        self._spec = spec
+        self._workspace = workspace
+        self._caches = [buffers_of(layer) for layer in layers]
+        first = self._caches[0][0]
+        self._batch, self._device, self._dtype = first.shape[0], first.device, first.dtype
+        self._calls: dict[tuple[int, int | None], list[Call]] = {}
+        self._memory: dict[tuple[str, int], torch.Tensor] = {}
+        with torch.inference_mode(False):
+            self.hidden = self._rows("hidden", spec.hidden)
+            self._column = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._length = torch.zeros(self._batch, dtype=torch.int32, device=self._device)
+            self._start = torch.zeros_like(self._length) if padded else None
+            self._slopes = {
+                slopes: torch.tensor(slopes, dtype=torch.float32, device=self._device)
+                for slopes in {layer.slopes for layer in spec.layers}
+                if slopes is not None
+            }
+        self._angles: dict[str, Angles] = {}
+
+    def begin(
+        self,
+        hidden: torch.Tensor,
+        past: int,
+        angles: dict[str, Angles],
+        start: torch.Tensor | None,
+    ) -> None:
+        """Take in the next token: hidden [batch, width], which goes to column `past`."""
+        self.hidden.copy_(hidden)
+        self._column.fill_(past)
+        self._length.fill_(past + 1)
+        if self._start is not None and start is not None:
+            self._start.copy_(start)
+        for table, given in angles.items():
+            if table not in self._angles:
+                with torch.inference_mode(False):
+                    shape = (self._batch, 1, given[0].shape[-1])
+                    self._angles[table] = (
+                        torch.empty(shape, dtype=torch.float32, device=self._device),
+                        torch.empty(shape, dtype=torch.float32, device=self._device),
+                    )
+            for mine, new in zip(self._angles[table], given, strict=True):
+                mine.copy_(new)  # one row of positions serves all sequences
+
+    def launch(self, index: int, slot: int | None, weights: LayerWeights) -> None:
+        """Issue a layer whose weights are in `slot`, or resident (None)."""
+        calls = self._calls.get((index, slot))
+        if calls is None:
+            with torch.inference_mode(False):
+                calls = self._make(index, weights)
+            self._calls[index, slot] = calls
+        stream = current_stream(self._device)  # another one while a graph is captured
+        for call in calls:
+            call.launch(stream)
+
+    def forget(self) -> None:
+        """Let go of the weights, and of the graphs that read them."""
+        self._calls.clear()
+        self.graphs.clear()
+
+    def _rows(self, name: str, width: int) -> torch.Tensor:
+        """[batch, width] of that name and width, the same for every layer."""
+        found = self._memory.get((name, width))
+        if found is None:
+            found = torch.empty(self._batch, width, dtype=self._dtype, device=self._device)
+            self._memory[name, width] = found
+        return found
+
+    def _make(self, index: int, weights: LayerWeights) -> list[Call]:
+        """The calls of a layer, in the order of their launch."""
+        spec, layout = self._spec.layers[index], self._spec.layers[index].layout
+        keys, values = self._caches[index]
+        heads = (self._batch, layout.heads, layout.head_dim)
+        qkv = self._rows("qkv", layout.width)
+        query = self._rows("query", layout.heads * layout.head_dim)
+        attended = self._rows("attended", layout.heads * layout.head_dim)
+        cos, sin = self._angles[spec.rotary] if spec.rotary is not None else (None, None)
+        chain = _Chain()
+        self._multiply(chain, self.hidden, weights.qkv, qkv, norm=weights.attention_norm)
+        chain.add(
+            RotaryAppend,
+            qkv[:, None],
+            layout=layout,
+            query=query.view(heads)[:, None],
+            key_cache=keys,
+            value_cache=values,
+            column=self._column,
+            bias=weights.qkv.bias,
+            cos=cos,
+            sin=sin,
+            interleaved=spec.interleaved,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+        )
+        chain.add(
+            DecodeAttention,
+            query.view(heads),
+            keys,
+            values,
+            attended.view(heads),
+            length=self._length,
+            start=self._start,
+            scale=spec.scale,
+            slopes=None if spec.slopes is None else self._slopes[spec.slopes],
+            softcap=spec.softcap,
+            window=spec.window,
+            workspace=self._workspace,
+        )
+        inner = self._rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
+        if spec.parallel:  # the MLP reads what came in, before anything is added to it
+            self._widen(chain, spec, weights, inner)
+        norms = weights.attention_norm_out, weights.attention_sum_norm
+        self._add(chain, attended, weights.attention_out, *norms)
+        if not spec.parallel:
+            self._widen(chain, spec, weights, inner)
+        self._add(chain, inner, weights.mlp_out, weights.mlp_norm_out, weights.mlp_sum_norm)
+        return chain.calls
+
+    def _widen(
+        self, chain: _Chain, spec: LayerSpec, weights: LayerWeights, inner: torch.Tensor
+    ) -> None:
+        """inner = the first half of the MLP."""
+        self._multiply(
+            chain,
+            self.hidden,
+            weights.mlp_in,
+            inner,
+            bias=weights.mlp_in.bias,
+            norm=weights.mlp_norm,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
+
+    def _add(
+        self,
+        chain: _Chain,
+        into: torch.Tensor,
+        product: Product,
+        branch_norm: Norm | None,
+        sum_norm: Norm | None,
+    ) -> None:
+        """hidden = sum_norm(hidden + branch_norm(product of `into`))."""
+        hidden = self.hidden
+        if branch_norm is None and sum_norm is None:
+            self._multiply(chain, into, product, hidden, bias=product.bias, residual=hidden)
+            return
+        branch = self._rows("branch", hidden.shape[1])
+        self._multiply(chain, into, product, branch)
+        chain.add(
+            ResidualNorm,
+            residual=hidden,
+            branch=branch,
+            bias=product.bias,
+            branch_norm=branch_norm,
+            norm=sum_norm,
+            sum_out=hidden if sum_norm is None else None,
+            out=None if sum_norm is None else hidden,
+        )
+
+    def _multiply(
+        self, chain: _Chain, into: torch.Tensor, product: Product, out: torch.Tensor, **around: Any
+    ) -> None:
+        chain.add(
+            Linear,
+            into,
+            product.weight,
+            out,
+            transposed=product.transposed,
+            workspace=self._workspace,
+            **around,
+        )
+
+
+class _Chain:
+    """Calls that run one behind the other; each may begin before the kernel ahead has ended.
+
+    That holds within a layer: its weights are in place before its first kernel begins. It needs a
+    kernel of the project's own ahead, so nothing begins early behind a product of cuBLAS.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
+        """Make the call and put it last."""
+        self.calls.append(kind(*args, **kwargs, early=self._behind_own()))
+
+    def _behind_own(self) -> bool:
+        if not self.calls:
+            return False
+        last = self.calls[-1]
+        if isinstance(last, Linear):
+            return last.choice is not None and last.choice.way != "cublas"
+        return True
+
+
+def buffers_of(layer: KvLayer) -> Buffers:
+    """The layer's keys and values, [batch, kv_heads, capacity, head_dim] each."""
+    assert layer.key_buffer is not None and layer.value_buffer is not None
+    return layer.key_buffer, layer.value_buffer
+
+
+def session_key(layers: Sequence[KvLayer], padded: bool, stream: int) -> tuple[object, ...]:
+    """What must not have changed for a session's calls to be good."""
+    places = (buffer.data_ptr() for layer in layers for buffer in buffers_of(layer))
+    return (stream, padded, tuple(buffers_of(layers[0])[0].shape), *places)

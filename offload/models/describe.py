@@ -1,0 +1,111 @@
+"""From a transformers model to its specification, or to the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from offload.models.families import FAMILIES, Names
+from offload.models.modules import find_layers
+from offload.models.spec import CannotExpress, ModelSpec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def describe(model: PreTrainedModel) -> ModelSpec:
+    """What the fused engine needs to know of `model`; raises CannotExpress with the reason."""
+    layers = find_layers(model)
+    holders = {name.rpartition(".")[0].rpartition(".")[0] for name in layers}
+    lists = {name.rpartition(".")[0] for name in layers}
+    if len(lists) != 1:
+        raise CannotExpress(f"layers in several lists ({', '.join(sorted(lists))})")
+    holder_name = holders.pop()
+    holder = model.get_submodule(holder_name)
+    config: Any = getattr(holder, "config", model.config)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise CannotExpress(f"the family {config.model_type!r}")
+    _check_modules(holder, family.holder, layers)
+    if len(layers) != config.num_hidden_layers:
+        raise CannotExpress(
+            f"{len(layers)} layers where the config says {config.num_hidden_layers}"
+        )
+    if getattr(config, "is_causal", None) is False:
+        raise CannotExpress("attention that is not causal")
+    parameters = [dict(layer.named_parameters()) for layer in layers.values()]
+    hidden = _hidden(config)
+    specs = []
+    for index, (name, own) in enumerate(zip(layers, parameters, strict=True)):
+        spec = family.layer(config, Names(name, own), index)
+        spare = sorted(own.keys() - spec.names())
+        if spare:
+            raise CannotExpress(
+                f"{name} has the parameter {spare[0]}, which its block has no use for"
+            )
+        spec.check(name, {n: tuple(p.shape) for n, p in own.items()}, hidden)
+        specs.append(spec)
+    around = ModelSpec(
+        family=config.model_type,
+        holder=holder_name,
+        layers=tuple(specs),
+        layer_names=tuple(layers),
+        hidden=hidden,
+        cache_copies=family.cache_copies(config),
+        **family.around,
+    )
+    _check_parameters(model, holder, around, parameters)
+    _check_angles(holder, around)
+    return around
+
+
+def _check_modules(holder: nn.Module, expected: str, layers: dict[str, nn.Module]) -> None:
+    """Refuse modules that are not transformers' own, or whose forward is not their class's."""
+    cls = type(holder)
+    if cls.__name__ != expected or not cls.__module__.startswith("transformers.models."):
+        raise CannotExpress(f"the class {cls.__module__}.{cls.__name__}")
+    for name, layer in layers.items():
+        for inner, module in layer.named_modules():
+            where, cls = f"{name}.{inner}".rstrip("."), type(module)
+            if not cls.__module__.startswith(("transformers.", "torch.nn.")):
+                raise CannotExpress(f"{where} of the class {cls.__module__}.{cls.__name__}")
+            if "forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks:
+                raise CannotExpress(f"{where} with hooks or a forward of its own")
+
+
+def _check_parameters(
+    model: nn.Module, holder: nn.Module, spec: ModelSpec, layers: Sequence[dict[str, nn.Parameter]]
+) -> None:
+    """Refuse dtypes that differ, and weights that stand in more than one place."""
+    dtype = holder.get_parameter(f"{spec.tokens}.weight").dtype
+    if dtype not in DTYPES:
+        raise CannotExpress(f"the dtype {dtype}")
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for name, own in zip(spec.layer_names, layers, strict=True):
+        for key, parameter in own.items():
+            if parameter.dtype != dtype:
+                raise CannotExpress(f"{name}.{key} in {parameter.dtype} beside {dtype}")
+            if uses[id(parameter)] > 1:
+                raise CannotExpress(f"{name}.{key}, which is shared with another place")
+
+
+def _check_angles(holder: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a rotary table that does not fit the heads."""
+    with torch.no_grad():
+        positions = torch.zeros(1, 1, dtype=torch.int64)
+        for layer in spec.layers[:1] if len(spec.tables) == 1 else spec.layers:
+            if layer.rotary is None:
+                continue
+            cos, sin = spec.angles(holder, positions, layer.rotary)
+            turned, head_dim = 2 * cos.shape[-1], layer.layout.head_dim
+            if cos.shape != sin.shape or cos.dim() != 3 or not 0 < turned <= head_dim:
+                raise CannotExpress(f"a rotation of {turned} elements in heads of {head_dim}")
+
+
+def _hidden(config: Any) -> int:
+    return getattr(config, "hidden_size", None) or config.n_embd
