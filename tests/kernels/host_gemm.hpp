@@ -1,0 +1,69 @@
+// What skinny_gemm.cu needs of a GPU beyond host_cuda.hpp: dynamic shared memory, poisoned before
+// each block, and a few intrinsics. Force-included before it.
+#pragma once
+#include "host_cuda.hpp"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+namespace host_cuda {
+
+inline unsigned char* shared_memory = static_cast<unsigned char*>(aligned_alloc(1024, 256 << 10));
+inline uint32_t shared_bytes = 0;
+inline long long block_seen = -1, launches = 0;
+inline void (*at_block)() = nullptr;
+
+inline void require(bool holds, const char* what) {
+    if (holds) return;
+    fprintf(stderr, "on the host: %s (block %u, thread %d)\n", what, blockIdx.x, current);
+    abort();
+}
+
+inline unsigned char* dynamic_shared() {
+    const long long block = launches << 32 | blockIdx.x;
+    if (block != block_seen) {
+        block_seen = block;
+        memset(shared_memory, 0xff, 256 << 10);  // NaN in every dtype
+        if (at_block) at_block();
+    }
+    return shared_memory;
+}
+
+inline uint32_t shuffle(uint32_t x, int lane) {
+    static uint32_t table[2][1024];
+    uint32_t* side = table[self().warp_barriers % 2];
+    side[current] = x;
+    warp_barrier();
+    return side[current / 32 * 32 + lane];
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_gemm(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                        Arguments... arguments) {
+    if (config->dynamicSmemBytes > 232448 || config->blockDim.x % 32)
+        return cudaErrorInvalidConfiguration;
+    shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
+    ++launches;
+    return host_launch(config, kernel, arguments...);
+}
+
+}  // namespace host_cuda
+
+#undef cudaLaunchKernelEx
+#define cudaLaunchKernelEx host_cuda::launch_gemm
+#define cudaFuncSetAttribute(kernel, attribute, value) ((void)(kernel), cudaSuccess)
+
+inline void __syncwarp() { host_cuda::warp_barrier(); }
+inline void __threadfence() {}
+inline uint32_t __shfl_sync(unsigned, uint32_t x, int lane) { return host_cuda::shuffle(x, lane); }
+inline uint32_t atomicAdd(uint32_t* at, uint32_t x) {
+    const uint32_t before = *at;
+    *at = before + x;
+    return before;
+}
+inline void __stcg(float* at, float x) { *at = x; }
+inline float __ldcg(const float* at) { return *at; }
+template <typename T>
+inline T min(T a, T b) {
+    return a < b ? a : b;
+}
