@@ -80,6 +80,16 @@ def test_any_combination(machine: str, s: dict[str, Any]) -> None:
     run(machine, s)
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(301, 11008), (2003, 33)])
+def test_many_rows(machine: str, rows: int, width: int, gated: bool) -> None:
+    """So many that a thread takes several, and the last of them fewer."""
+    s = {"width": width, "kind": "silu", "dtype": torch.bfloat16, "bias": True, "gated": gated}
+    s |= {"offset": 0, "padding": 0, "in_place": False, "seed": 5}
+    run(machine, {**s, "shape": (min(rows, 35) if machine == "host" else rows,)})
+
+
 @pytest.mark.parametrize("machine", MACHINES[1:])  # the reference is PyTorch itself
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
