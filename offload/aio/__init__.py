@@ -6,6 +6,7 @@ from .file import AioFile, open
 from .future import IOFuture
 from .handle import AioHandle
 from .probe import probe
+from .stream import Stream
 from .tuning import tuned
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Chunk",
     "IOFuture",
     "ShortReadError",
+    "Stream",
     "alloc",
     "open",
     "probe",

@@ -90,7 +90,11 @@ class aio_handle:
         self.handle.async_pread(buffer, filename, file_offset)
         return 0
 
-    def async_pwrite(self, buffer: Any, filename: str, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: Any, filename: str | int, file_offset: int = 0) -> int:
+        """Begin a write; instead of a name, the descriptor of a file that is open for writing."""
+        if isinstance(filename, int):
+            # Opened anew: the caller may close the descriptor as soon as the write has begun.
+            filename = f"/proc/self/fd/{filename}"
         self.handle.async_pwrite(buffer, filename, file_offset)
         return 0
 

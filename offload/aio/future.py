@@ -80,21 +80,7 @@ class IOFuture:
             return None
         if outcome.kind == "cancelled":
             return CancelledError(f"{self!r} was cancelled")
-        fields: dict[str, Any] = {
-            "filename": self.path,
-            "offset": outcome.offset,
-            "length": self.nbytes,
-            "transferred": outcome.transferred,
-            "backend": self._backend,
-        }
-        if outcome.kind == "short":
-            return ShortReadError(outcome.errno, "the file ends before the range does", **fields)
-        return AioError(
-            outcome.errno,
-            message_for(outcome.errno, self.write),
-            hint=transfer_hint(outcome.errno, self.write, self.path),
-            **fields,
-        )
+        return failure(outcome, self._backend, self.write, self.path, self.nbytes)
 
     def _begun(self, ticket: Ticket) -> None:
         if self._outcome is None:
@@ -107,3 +93,22 @@ class IOFuture:
     def __repr__(self) -> str:
         kind = "write" if self.write else "read"
         return f"<{kind} of {self.nbytes} bytes at {self.offset} of {self.path!r}>"
+
+
+def failure(outcome: Any, backend: str, write: bool, path: str, nbytes: int) -> AioError:
+    """The error of a request of `nbytes` that neither succeeded nor was cancelled."""
+    fields: dict[str, Any] = {
+        "filename": path,
+        "offset": outcome.offset,
+        "length": nbytes,
+        "transferred": outcome.transferred,
+        "backend": backend,
+    }
+    if outcome.kind == "short":
+        return ShortReadError(outcome.errno, "the file ends before the range does", **fields)
+    return AioError(
+        outcome.errno,
+        message_for(outcome.errno, write),
+        hint=transfer_hint(outcome.errno, write, path),
+        **fields,
+    )

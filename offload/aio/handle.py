@@ -9,16 +9,19 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from . import backends, regions
 from .engine import Shape, Ticket
-from .errors import AioClosedError, AioError, AlignmentError, BackendUnavailable
-from .file import AioFile
+from .errors import AioClosedError, AioError, BackendUnavailable
+from .file import AioFile, Descriptors
 from .future import IOFuture
 from .hints import transfer_hint
-from .request import misaligned
+from .native import NativeEngine
+from .request import refuse_misaligned
 from .span import Span, span_of
+from .stream import FuturePieces, Pieces, Stream, course
 
 _LARGEST_BLOCK = 1 << 30  # one system call moves less than 2 GiB
 _tokens = itertools.count(1)
@@ -54,6 +57,7 @@ class AioHandle:
         # known, nor claimed by its caller while another thread is about to report it.
         self._lock = threading.RLock()
         self._pending: dict[int, IOFuture] = {}
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         # Ended since the last wait(), and not claimed by their own result(): their number, and
         # those that failed. Successful futures are not kept: nobody may ever ask for them.
         self._unclaimed = 0
@@ -111,13 +115,19 @@ class AioHandle:
             span = Span(span.address, nbytes, span.hold)
         if offset < 0 or offset + span.nbytes >= 1 << 63:
             raise ValueError(f"file_offset is {offset}, outside of any file")
+        files = self._opened(file, write, offset, span.nbytes)
+        refuse_misaligned(files, span.address, offset, span.nbytes)
+        return self._submit(write, span, files, offset)
+
+    def _opened(self, file: Any, write: bool, offset: int, nbytes: int) -> Descriptors:
+        """The file's descriptors, where this handle may use them so."""
         if not isinstance(file, AioFile):
             file = AioFile(file, "rw" if write else "r")
         files = file.descriptors()
         if write and not files.writable:
             raise AioError(
                 errno.EBADF, "write refused", filename=files.path, offset=offset,
-                length=span.nbytes, hint=transfer_hint(errno.EBADF, True, files.path),
+                length=nbytes, hint=transfer_hint(errno.EBADF, True, files.path),
             )  # fmt: skip
         if files.direct < 0 and self._requested in ("libaio", "ctypes-libaio"):
             raise BackendUnavailable(
@@ -127,13 +137,9 @@ class AioHandle:
                 errno=errno.EOPNOTSUPP,
                 filename=files.path,
             )
-        fault = misaligned(files, span.address, offset, span.nbytes) if files.strict else None
-        if fault is not None:
-            raise AlignmentError(
-                errno.EINVAL, f"{fault}, and the file was opened with direct=True",
-                filename=files.path, offset=offset, length=span.nbytes,
-                hint="align it, or open the file with direct='auto'",
-            )  # fmt: skip
+        return files
+
+    def _submit(self, write: bool, span: Span, files: Descriptors, offset: int) -> IOFuture:
         future = IOFuture(self._claim, self.backend, write, span, files, offset)
         token = next(_tokens)
         with self._lock:
@@ -148,6 +154,40 @@ class AioHandle:
                 self._pending.pop(token, None)
                 raise
         return future
+
+    def stream(
+        self, buffer: Any, file: AioFile | str | os.PathLike[str],
+        ranges: Iterable[tuple[int, int]] | None = None, *, chunk: int | None = None,
+        keep: int = 1,
+    ) -> Stream:  # fmt: skip
+        """Read `ranges` (offset, bytes; default: the whole file) in order through a small buffer.
+
+        Iterating gives `(offset, view)`: views of the buffer with the next bytes, at most `chunk`
+        of them (default: a quarter of the buffer), never of two ranges. A piece's content lasts
+        until `keep` more have been asked for; its memory is then read into again at once, and
+        reads run ahead as far as the buffer has room. `wait`, `cancel` and the requests in
+        `stats` know nothing of streams. Raises what `pread` does, at the piece that failed.
+        """
+        self._usable()
+        span = span_of(buffer, writable=True)
+        if not isinstance(file, AioFile):
+            file = AioFile(file)
+        files = self._opened(file, False, 0, span.nbytes)
+        checked = course(files, span, [(0, file.size)] if ranges is None else ranges, chunk, keep)
+        with self._lock:
+            self._usable()
+            pieces: Pieces = (
+                self._engine.stream(checked)
+                if isinstance(self._engine, NativeEngine)
+                else FuturePieces(self, checked)
+            )
+            stream = Stream(self, pieces, checked)
+            self._streams.add(stream)
+        return stream
+
+    def _stream_ended(self, stream: Stream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
 
     def _finish(self, token: int, ticket: Ticket) -> None:
         """Called once for each request, by the engine, when the kernel is done with its memory."""
@@ -243,6 +283,9 @@ class AioHandle:
         with self._lock:
             self._closed = True
             pending = list(self._pending.values())
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
         for future in pending:
             ticket = future._ticket
             if ticket is not None:
@@ -309,6 +352,8 @@ def _shut_down_all() -> None:
 def _after_fork_in_child() -> None:
     regions.forget_listeners()
     for handle in list(_handles):
+        for stream in list(handle._streams):
+            stream._abandon()
         handle._engine.abandon()
     _handles.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Any
 
 from .request import BUFFERED, DIRECT, Segment, Transfer
 
@@ -43,25 +44,28 @@ class Lane:
     def take(self, block: bool) -> Transfer | None:
         """The next transfer; None when there is none (with `block`: and the lane is closed)."""
         while True:
-            dropped: Segment | Transfer | None
-            with self._changed:
-                while block and not (self._segments or self._retries or self._closed):
-                    self._changed.wait()
-                if self._retries:
-                    transfer = self._retries.popleft()
-                    if not transfer.request.failed:
-                        return transfer
-                    dropped, size = transfer, transfer.nbytes
-                elif self._segments:
-                    segment = self._segments[0]
-                    if not segment.request.failed:
-                        return self._cut(segment)
-                    self._segments.popleft()
-                    dropped, size = segment, segment.stop - segment.at
-                else:
-                    return None
+            found, dropped = self._next(block)
+            if found is None or not dropped:
+                return found
             # Outside the lock: this may end the request and run its owner's callback.
-            dropped.request.settle(size, moved=False)
+            found.request.settle(dropped, moved=False)
+            del found  # or a thread that waits would keep a file open
+
+    def _next(self, block: bool) -> tuple[Any, int]:
+        """A transfer and 0; or what is to be dropped, and its bytes."""
+        with self._changed:
+            while block and not (self._segments or self._retries or self._closed):
+                self._changed.wait()
+            if self._retries:
+                transfer = self._retries.popleft()
+                return transfer, transfer.nbytes if transfer.request.failed else 0
+            if not self._segments:
+                return None, 0
+            segment = self._segments[0]
+            if not segment.request.failed:
+                return self._cut(segment), 0
+            self._segments.popleft()
+            return segment, segment.stop - segment.at
 
     def _cut(self, segment: Segment) -> Transfer:
         size = self._block_size

@@ -12,6 +12,7 @@ from .engine import Shape, Ticket
 from .extension import WHY_NOT, _aio
 from .file import Descriptors
 from .hints import memlock_hint
+from .stream import Course, NativePieces
 
 BACKENDS: tuple[str, ...] = ("uring-fixed", "uring", "libaio", "threads")
 
@@ -49,6 +50,16 @@ class NativeEngine:
         )  # fmt: skip
         self._tickets[token] = ticket
         return ticket
+
+    def stream(self, course: Course) -> NativePieces:
+        """Read ahead along a course, without Python between its pieces."""
+        files, span = course.files, course.span
+        stream = _aio.Stream(
+            self._engine, files.serial, files.direct, files.buffered, files.mem_align,
+            files.offset_align, files.strict, span.address, course.chunk, course.slots,
+            course.kept, course.ranges,
+        )  # fmt: skip
+        return NativePieces(stream, self.name, course)
 
     def poll(self) -> None:
         for token in self._engine.collect_ended():

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .errors import AlignmentError
 from .file import PAGE, Descriptors
 
 # How the bytes of a transfer move.
@@ -172,6 +173,17 @@ def misaligned(files: Descriptors, address: int, offset: int, nbytes: int) -> st
     if address % files.mem_align:
         return f"the memory's address {address:#x} is no multiple of {files.mem_align}"
     return None
+
+
+def refuse_misaligned(files: Descriptors, address: int, offset: int, nbytes: int) -> None:
+    """Raise AlignmentError where a file opened with direct=True cannot take a range."""
+    fault = misaligned(files, address, offset, nbytes) if files.strict else None
+    if fault is not None:
+        raise AlignmentError(
+            errno.EINVAL, f"{fault}, and the file was opened with direct=True",
+            filename=files.path, offset=offset, length=nbytes,
+            hint="align it, or open the file with direct='auto'",
+        )  # fmt: skip
 
 
 def settle(transfer: Transfer, result: int) -> Transfer | None:

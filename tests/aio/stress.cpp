@@ -19,6 +19,7 @@
 
 #include "../../offload/aio/csrc/engine.hpp"
 #include "../../offload/aio/csrc/regions.hpp"
+#include "../../offload/aio/csrc/stream.hpp"
 
 namespace {
 
@@ -106,6 +107,57 @@ void read_randomly(aio::Engine& engine, unsigned seed, bool faulty, int rounds) 
     engine.drop_file(file.serial);
 }
 
+// Streams ranges through a small buffer; some are closed in the middle, by this thread or another.
+void stream_randomly(aio::Engine& engine, unsigned seed, bool faulty, int rounds) {
+    std::mt19937_64 random(seed);
+    const aio::File file = open_file(folder + "/data", O_RDONLY);
+    for (int round = 0; round < rounds; ++round) {
+        Buffer buffer(serials++);
+        aio::Course course;
+        course.file = file;
+        course.buffer = buffer.data();
+        course.chunk = 4096 << random() % 5;
+        course.slots = 1 + random() % 8;
+        course.kept = 1 + random() % course.slots;
+        std::uint64_t expected = 0;
+        for (std::uint64_t i = random() % 4; i > 0; --i) {
+            const std::uint64_t offset = random() % kFileBytes;
+            course.ranges.emplace_back(offset, std::min(random() % 400'000, kFileBytes - offset));
+            expected += course.ranges.back().second;
+        }
+        aio::Stream stream(engine, course);
+        std::thread closer;
+        if (round % 5 == 0) closer = std::thread([&] { stream.close(); });
+        const std::uint64_t stop = round % 4 == 0 ? random() % 8 : ~0ULL;
+        std::uint64_t total = 0, pieces = 0;
+        bool whole = true;
+        while (const auto request = stream.next()) {
+            wait(*request);
+            whole = request->outcome().kind == aio::Outcome::Kind::ok && pieces++ < stop;
+            if (!whole) {
+                if (request->outcome().kind == aio::Outcome::Kind::error && !faulty) {
+                    fail("a stream's error without a fault");
+                }
+                stream.close();
+                break;
+            }
+            if (round % 5 != 0 &&
+                std::memcmp(buffer.data() + stream.place(*request),
+                            contents.data() + request->offset, request->bytes) != 0) {
+                fail("wrong bytes in a stream");
+            }
+            total += request->bytes;
+            stream.take();
+        }
+        if (closer.joinable()) closer.join();
+        if (whole && round % 5 != 0 && total != expected) fail("a stream ended early");
+        stream.close();
+        engine.drop_region(buffer.serial());
+    }
+    close_file(file);
+    engine.drop_file(file.serial);
+}
+
 void write_and_read_back(aio::Engine& engine, unsigned seed) {
     const std::string path = folder + "/out" + std::to_string(seed);
     const aio::File file = open_file(path, O_RDWR | O_CREAT | O_TRUNC);
@@ -171,6 +223,7 @@ void run(const std::string& name, unsigned workers, bool overlap, int rounds) {
         for (unsigned i = 0; i < 3; ++i) {
             threads.emplace_back([&, i] { read_randomly(engine, i, scripted, rounds); });
         }
+        threads.emplace_back([&] { stream_randomly(engine, workers, scripted, rounds); });
         if (!scripted) threads.emplace_back([&] { write_and_read_back(engine, 99); });
         threads.emplace_back([&] {
             for (int i = 0; i < 100; ++i) engine.counters();

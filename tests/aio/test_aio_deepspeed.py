@@ -42,6 +42,14 @@ def test_a_script_for_its_handle(tmp_path):
     assert torch.equal(back, tensor)
     assert handle.write(back, path, False) == 1
 
+    with open(path, "r+b") as file:
+        assert handle.async_pwrite(tensor, file.fileno(), 1_200_000) == 0
+    assert handle.wait() == 1
+    assert handle.sync_pread(back, path, 1_200_000) == 1
+    assert torch.equal(back, tensor)
+    with pytest.raises(aio.AioError, match="cannot open"):
+        handle.async_pwrite(tensor, 1_000_000)
+
     assert handle.free_cpu_locked_tensor(tensor) is True
     assert handle.free_cpu_locked_tensor(back) is False
 

@@ -129,7 +129,8 @@ FAULT = st.one_of(
     faults=st.lists(FAULT, max_size=30),
     shuffle=st.integers(0, 3),
     batch=st.integers(0, 3),
-    depth=st.integers(1, 5),
+    # Deep enough, too, for several completions to be waited for together.
+    depth=st.one_of(st.integers(1, 5), st.integers(8, 40)),
     overlap=st.booleans(),
     single=st.booleans(),
     ranges=st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 90_000)), max_size=5),

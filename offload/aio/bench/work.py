@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import time
 from dataclasses import dataclass
@@ -56,18 +57,10 @@ def run(work: Work, backend: str, pool: AlignedBuffer) -> Trial:
         # A first request sets up what is set up once: registered memory, threads.
         _move(handle, work.write, pool.view(0, min(work.block, PAGE)), file, 0).result()
         before, start = _cpu(), time.perf_counter()
-        in_flight: list[tuple[int, IOFuture]] = []
-        free = [at for at, _ in ranges.slots]
-        for offset, nbytes in ranges.spans:
-            if not free:
-                slot, future = in_flight.pop(0)
-                future.result()
-                free.append(slot)
-            slot = free.pop()
-            view = pool.view(slot, slot + nbytes)
-            in_flight.append((slot, _move(handle, work.write, view, file, offset)))
-        for _, future in in_flight:
-            future.result()
+        if work.pattern == "sequential" and not work.write:
+            _read_in_order(work, handle, file, pool, ranges)
+        else:
+            _move_all(work, handle, file, pool, ranges)
         if work.write:
             file.fsync()
         seconds = time.perf_counter() - start
@@ -75,6 +68,33 @@ def run(work: Work, backend: str, pool: AlignedBuffer) -> Trial:
     pages = pool.page_kind if pool.page_kind != "thp" else f"thp {pool.huge_share:.0%}"
     moved = sum(nbytes for _, nbytes in ranges.spans)
     return Trial(moved / seconds / 1e9, used * 1e3 / (moved / GIB), pages)
+
+
+def _read_in_order(
+    work: Work, handle: AioHandle, file: AioFile, pool: AlignedBuffer, ranges: _Ranges
+) -> None:
+    with handle.stream(pool, file, [(0, work.nbytes)], chunk=ranges.slots[0][1]) as stream:
+        for _, view in stream:
+            view.release()
+        if stream.nbytes != work.nbytes:
+            raise OSError(errno.EIO, f"{stream.nbytes} of {work.nbytes} bytes were read")
+
+
+def _move_all(
+    work: Work, handle: AioHandle, file: AioFile, pool: AlignedBuffer, ranges: _Ranges
+) -> None:
+    in_flight: list[tuple[int, IOFuture]] = []
+    free = [at for at, _ in ranges.slots]
+    for offset, nbytes in ranges.spans:
+        if not free:
+            slot, future = in_flight.pop(0)
+            future.result()
+            free.append(slot)
+        slot = free.pop()
+        view = pool.view(slot, slot + nbytes)
+        in_flight.append((slot, _move(handle, work.write, view, file, offset)))
+    for _, future in in_flight:
+        future.result()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 // The contract of the ways to move bytes: io_uring, native AIO, threads, and the tests' script.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,6 +15,11 @@ struct Completion {
     std::int64_t result;  // bytes, or -errno
 };
 
+// How long several completions are waited for together, at most: a file that answers late must not
+// hold up the others. It lies behind the kernel's next tick, since a nearer one would make every
+// wait set the processor's timer, which costs more in a virtual machine than it saves.
+constexpr std::chrono::microseconds kBrief{5000};
+
 // One queue of transfers. It belongs to the thread that made it; only wake() is for others.
 class Backend {
   public:
@@ -24,9 +30,10 @@ class Backend {
     // A transfer that was taken must stay where it is until reap() returns it.
     virtual int submit(Transfer* const* transfers, unsigned count) = 0;
 
-    // Collect completions, at most `capacity`. With `block`, wait for at least one of them or for
-    // wake(), so that 0 can be returned.
-    virtual unsigned reap(Completion* out, unsigned capacity, bool block) = 0;
+    // Collect completions, at most `capacity`. Where `least` is 0, only those that are there; where
+    // it is 1, wait for one of them or for wake(), so that 0 can be returned; where it is more,
+    // wait for as many, but no longer than kBrief, and wake() need not end that wait.
+    virtual unsigned reap(Completion* out, unsigned capacity, unsigned least) = 0;
 
     virtual void wake() = 0;
 

@@ -9,6 +9,7 @@
 
 #include "engine.hpp"
 #include "regions.hpp"
+#include "stream.hpp"
 
 namespace py = pybind11;
 
@@ -18,6 +19,7 @@ using aio::Engine;
 using aio::File;
 using aio::Outcome;
 using aio::Request;
+using aio::Stream;
 
 // Python runs its signal handlers between two of these, so Ctrl-C ends a wait.
 constexpr std::chrono::milliseconds kSlice{50};
@@ -40,6 +42,17 @@ bool wait(const Request& request, std::optional<double> timeout) {
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
         if (left <= Clock::duration::zero()) return false;
     }
+}
+
+// The next piece as (place, offset, bytes), or None at the end; (outcome, bytes) where it failed.
+py::object next_piece(Stream& stream) {
+    const auto request = stream.next();
+    if (!request) return py::none();
+    if (!request->done()) wait(*request, std::nullopt);
+    const Outcome outcome = request->outcome();
+    if (outcome.kind != Outcome::Kind::ok) return py::make_tuple(outcome, request->bytes);
+    stream.take();
+    return py::make_tuple(stream.place(*request), request->offset, request->bytes);
 }
 
 const char* kind_name(Outcome::Kind kind) {
@@ -158,6 +171,22 @@ PYBIND11_MODULE(_aio, m) {
              })
         .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
         .def("abandon", &Engine::abandon);
+
+    py::class_<Stream>(m, "Stream")
+        .def(py::init([](Engine& engine, std::uint64_t serial, int direct, int buffered,
+                         std::uint64_t mem_align, std::uint64_t offset_align, bool strict,
+                         std::uintptr_t address, std::uint64_t chunk, unsigned slots, unsigned kept,
+                         std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges) {
+                 const File file{serial, direct, buffered, mem_align, offset_align, strict};
+                 aio::Course course{
+                     file, reinterpret_cast<char*>(address), chunk, slots, kept, std::move(ranges)};
+                 const py::gil_scoped_release release;
+                 return std::make_unique<Stream>(engine, std::move(course));
+             }),
+             py::keep_alive<1, 2>())
+        .def("next", &next_piece)
+        .def("close", &Stream::close, py::call_guard<py::gil_scoped_release>())
+        .def("abandon", &Stream::abandon);
 
     m.def("add_region", [](std::uint64_t serial, std::uintptr_t address, std::uint64_t bytes) {
         aio::Regions::table().add({serial, address, bytes});

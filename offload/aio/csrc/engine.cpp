@@ -51,8 +51,12 @@ Engine::~Engine() { close(); }
 std::shared_ptr<Request> Engine::submit(std::uint64_t token, bool write, const File& file,
                                         char* address, std::uint64_t offset, std::uint64_t bytes) {
     auto request = std::make_shared<Request>(token, write, file, address, offset, bytes, ended_);
-    for (Segment& segment : plan(request)) put(std::move(segment));
+    start(request);
     return request;
+}
+
+void Engine::start(const std::shared_ptr<Request>& request) {
+    for (Segment& segment : plan(request)) put(std::move(segment));
 }
 
 void Engine::put(Segment segment) {

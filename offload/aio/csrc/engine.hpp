@@ -22,6 +22,8 @@ class Engine {
 
     std::shared_ptr<Request> submit(std::uint64_t token, bool write, const File& file,
                                     char* address, std::uint64_t offset, std::uint64_t bytes);
+    // The same for a request whose end its owner sees by itself.
+    void start(const std::shared_ptr<Request>& request);
     std::vector<std::uint64_t> collect_ended() { return ended_->collect(); }
 
     void drop_file(std::uint64_t serial);

@@ -84,14 +84,14 @@ int NativeAioBackend::submit(Transfer* const* transfers, unsigned count) {
     return taken;
 }
 
-unsigned NativeAioBackend::reap(Completion* out, unsigned capacity, bool block) {
+unsigned NativeAioBackend::reap(Completion* out, unsigned capacity, unsigned least) {
     // One event more than the transfers: the wakeup's.
     const long most =
         std::min<long>(static_cast<long>(capacity) + 1, static_cast<long>(events_.size()));
-    timespec now{0, 0};
+    timespec limit{0, least > 1 ? std::chrono::nanoseconds(kBrief).count() : 0};
     int got;
     do {
-        got = io_getevents(context_, block ? 1 : 0, most, events_.data(), block ? nullptr : &now);
+        got = io_getevents(context_, least, most, events_.data(), least == 1 ? nullptr : &limit);
         ++counters_.system_calls;
     } while (got < 0 && errno == EINTR);
     unsigned count = 0;

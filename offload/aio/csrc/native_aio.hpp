@@ -17,7 +17,7 @@ class NativeAioBackend final : public Backend {
     ~NativeAioBackend() override;
 
     int submit(Transfer* const* transfers, unsigned count) override;
-    unsigned reap(Completion* out, unsigned capacity, bool block) override;
+    unsigned reap(Completion* out, unsigned capacity, unsigned least) override;
     void wake() override { wakeup_.signal(); }
     void abandon() override { wakeup_.abandon(); }
     Counters counters() const override { return counters_; }

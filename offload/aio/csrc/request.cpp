@@ -33,7 +33,7 @@ void Request::settle(std::uint64_t count, bool moved) {
 
 void Request::end() {
     // The owner's list first: who waits for the request finds its token there.
-    ended_list_->add(token_);
+    if (ended_list_) ended_list_->add(token_);
     const std::lock_guard lock(mutex_);
     ended_ = true;
     // Under the lock: once a waiter sees `ended_`, this object may be gone.

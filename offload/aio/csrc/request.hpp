@@ -62,6 +62,7 @@ class Ended {
 
 class Request {
   public:
+    // `ended`: where `token` is put at the end, if anywhere.
     Request(std::uint64_t token, bool write, const File& file, char* address, std::uint64_t offset,
             std::uint64_t bytes, std::shared_ptr<Ended> ended);
 

@@ -30,10 +30,10 @@ int ScriptedBackend::submit(Transfer* const* transfers, unsigned count) {
     return static_cast<int>(count);
 }
 
-unsigned ScriptedBackend::reap(Completion* out, unsigned capacity, bool block) {
+unsigned ScriptedBackend::reap(Completion* out, unsigned capacity, unsigned least) {
     if (held_.empty()) {
         std::unique_lock lock(mutex_);
-        if (block) woken_changed_.wait(lock, [this] { return woken_; });
+        if (least > 0) woken_changed_.wait(lock, [this] { return woken_; });
         woken_ = false;
         return 0;
     }

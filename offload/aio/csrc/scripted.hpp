@@ -30,7 +30,7 @@ class ScriptedBackend final : public Backend {
         : script_(std::move(script)), random_(script_.shuffle) {}
 
     int submit(Transfer* const* transfers, unsigned count) override;
-    unsigned reap(Completion* out, unsigned capacity, bool block) override;
+    unsigned reap(Completion* out, unsigned capacity, unsigned least) override;
     void wake() override;
     // `system_calls`: how often something was submitted beside transfers in flight.
     Counters counters() const override { return counters_; }

@@ -41,7 +41,7 @@ void ThreadBackend::serve() {
         calls_.fetch_add(1, std::memory_order_relaxed);
         lock.lock();
         finished_.push_back({transfer, result});
-        progress_.notify_one();
+        if (finished_.size() >= wanted_) progress_.notify_one();
     }
 }
 
@@ -54,9 +54,12 @@ int ThreadBackend::submit(Transfer* const* transfers, unsigned count) {
     return static_cast<int>(count);
 }
 
-unsigned ThreadBackend::reap(Completion* out, unsigned capacity, bool block) {
+unsigned ThreadBackend::reap(Completion* out, unsigned capacity, unsigned least) {
     std::unique_lock lock(mutex_);
-    if (block) progress_.wait(lock, [this] { return woken_ || !finished_.empty(); });
+    wanted_ = std::max(least, 1U);
+    const auto enough = [this] { return woken_ || finished_.size() >= wanted_; };
+    if (least == 1) progress_.wait(lock, enough);
+    if (least > 1) progress_.wait_for(lock, kBrief, enough);
     woken_ = false;
     const auto count = std::min<std::size_t>(capacity, finished_.size());
     std::copy_n(finished_.begin(), count, out);

@@ -18,7 +18,7 @@ class ThreadBackend final : public Backend {
     ~ThreadBackend() override;
 
     int submit(Transfer* const* transfers, unsigned count) override;
-    unsigned reap(Completion* out, unsigned capacity, bool block) override;
+    unsigned reap(Completion* out, unsigned capacity, unsigned least) override;
     void wake() override;
     Counters counters() const override;
 
@@ -31,6 +31,7 @@ class ThreadBackend final : public Backend {
     std::vector<Completion> finished_;
     bool closed_ = false;
     bool woken_ = false;
+    std::size_t wanted_ = 1;  // how many completions end the wait
     std::atomic<std::uint64_t> calls_{0};
     std::vector<std::thread> threads_;
 };

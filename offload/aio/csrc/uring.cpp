@@ -27,6 +27,8 @@ constexpr unsigned kRegisterFilesUpdate = 6;
 constexpr unsigned kRegisterBuffers2 = 15;
 constexpr unsigned kRegisterBuffersUpdate = 16;
 constexpr unsigned kRegisterSparse = 1U << 0;
+constexpr unsigned kEnterExtendedArgument = 1U << 3;
+constexpr unsigned kFeatureExtendedArgument = 1U << 8;
 constexpr unsigned kOpRead = 22;
 constexpr unsigned kOpWrite = 23;
 
@@ -45,6 +47,18 @@ struct UpdateResources {  // struct io_uring_rsrc_update2
     std::uint64_t tags;
     std::uint32_t count;
     std::uint32_t reserved2;
+};
+
+struct ExtendedArgument {  // struct io_uring_getevents_arg
+    std::uint64_t signals;
+    std::uint32_t signals_bytes;
+    std::uint32_t reserved;
+    std::uint64_t timeout;
+};
+
+struct KernelTime {  // struct __kernel_timespec
+    std::int64_t seconds;
+    std::int64_t nanoseconds;
 };
 
 constexpr unsigned kBufferSlots = 4096;
@@ -95,6 +109,7 @@ Ring::Ring(unsigned entries) {
     cq_tail_ = cq_ring_.at<unsigned>(params.cq_off.tail);
     cq_mask_ = *cq_ring_.at<unsigned>(params.cq_off.ring_mask);
     cqes_ = cq_ring_.at<io_uring_cqe>(params.cq_off.cqes);
+    waits_briefly_ = (params.features & kFeatureExtendedArgument) != 0;
 }
 
 io_uring_sqe* Ring::next_sqe() {
@@ -109,11 +124,19 @@ io_uring_sqe* Ring::next_sqe() {
 
 int Ring::enter(unsigned least) {
     store(sq_tail_, tail_);
+    const KernelTime time{0, std::chrono::nanoseconds(kBrief).count()};
+    ExtendedArgument limit{};
+    limit.timeout = reinterpret_cast<std::uintptr_t>(&time);
+    const bool brief = least > 1 && waits_briefly_;
+    if (!brief) least = std::min(least, 1U);
     for (;;) {
         const unsigned waiting = tail_ - submitted_;
         if (waiting == 0 && least == 0 && peek() != nullptr) return 0;
-        const long result = ::syscall(SYS_io_uring_enter, fd_.get(), waiting, least,
-                                      IORING_ENTER_GETEVENTS, nullptr, 0);
+        const long result =
+            brief ? ::syscall(SYS_io_uring_enter, fd_.get(), waiting, least,
+                              IORING_ENTER_GETEVENTS | kEnterExtendedArgument, &limit, sizeof limit)
+                  : ::syscall(SYS_io_uring_enter, fd_.get(), waiting, least, IORING_ENTER_GETEVENTS,
+                              nullptr, 0);
         ++calls_;
         if (result >= 0) {
             submitted_ += static_cast<unsigned>(result);
@@ -125,6 +148,7 @@ int Ring::enter(unsigned least) {
             continue;
         }
         // Interrupted after it has submitted, the call reports the submission; so nothing is lost.
+        if (errno == ETIME) return 0;
         if (errno != EINTR) return -errno;
     }
 }
@@ -133,6 +157,8 @@ const io_uring_cqe* Ring::peek() const {
     const unsigned head = *cq_head_;
     return head == load(cq_tail_) ? nullptr : &cqes_[head & cq_mask_];
 }
+
+unsigned Ring::completed() const { return load(cq_tail_) - *cq_head_; }
 
 void Ring::seen() { store(cq_head_, *cq_head_ + 1); }
 
@@ -297,10 +323,9 @@ int UringBackend::submit(Transfer* const* transfers, unsigned count) {
     return taken > 0 ? static_cast<int>(taken) : -EAGAIN;
 }
 
-unsigned UringBackend::reap(Completion* out, unsigned capacity, bool block) {
+unsigned UringBackend::reap(Completion* out, unsigned capacity, unsigned least) {
     if (!watching_) watch_wakeup();
-    const bool ready = ring_.peek() != nullptr;
-    const int error = ring_.enter(block && !ready ? 1 : 0);
+    const int error = ring_.enter(ring_.completed() < least ? least : 0);
     if (error != 0 && ring_.peek() == nullptr) {
         // Short of memory or of completion space (EAGAIN, EBUSY): entries stay queued.
         ::usleep(1000);

@@ -20,9 +20,11 @@ class Ring {
     explicit Ring(unsigned entries);
 
     io_uring_sqe* next_sqe();  // nullptr where the queue is full
-    // Submit what was prepared and wait for `least` completions; returns 0 or -errno.
+    // Submit what was prepared and wait for `least` completions, for more than one of them only
+    // briefly; returns 0 or -errno.
     int enter(unsigned least);
     const io_uring_cqe* peek() const;
+    unsigned completed() const;
     void seen();
 
     int register_(unsigned opcode, const void* argument, unsigned count) const;
@@ -38,6 +40,7 @@ class Ring {
     unsigned tail_ = 0;       // of prepared entries, told to the kernel by enter()
     unsigned submitted_ = 0;  // of entries that the kernel has consumed
     std::uint64_t calls_ = 0;
+    bool waits_briefly_ = false;  // the kernel takes a timeout
 };
 
 // Memory registered with one ring, piece by piece as transfers first touch it.
@@ -85,7 +88,7 @@ class UringBackend final : public Backend {
     UringBackend(unsigned depth, bool fixed, bool single_submit);
 
     int submit(Transfer* const* transfers, unsigned count) override;
-    unsigned reap(Completion* out, unsigned capacity, bool block) override;
+    unsigned reap(Completion* out, unsigned capacity, unsigned least) override;
     void wake() override { wakeup_.signal(); }
     void drop_file(std::uint64_t serial) override { files_.drop(serial); }
     void drop_region(std::uint64_t serial) override { buffers_.drop(serial); }

@@ -13,7 +13,8 @@
 namespace aio {
 namespace {
 
-constexpr useconds_t kPause = 5000;  // after EAGAIN, in microseconds
+constexpr std::uint64_t kTogether = 1 << 20;  // bytes whose completions may wait for each other
+constexpr useconds_t kPause = 5000;           // after EAGAIN, in microseconds
 
 // Signals are for the interpreter's threads: Ctrl-C has to reach the one that waits.
 class SignalsBlocked {
@@ -37,7 +38,9 @@ Worker::Worker(Lane& lane, const Shape& shape, std::function<std::unique_ptr<Bac
       shape_(shape),
       reroute_(std::move(reroute)),
       slots_(shape.queue_depth),
-      pages_(shape.queue_depth) {
+      pages_(shape.queue_depth),
+      several_(static_cast<unsigned>(
+          std::min<std::uint64_t>(shape.queue_depth / 4, kTogether / shape.block_bytes))) {
     for (Transfer& slot : slots_) free_.push_back(&slot);
     std::promise<void> made;
     auto outcome = made.get_future();
@@ -80,15 +83,24 @@ void Worker::run() {
         }
         // Sleep where nothing can be submitted before something completes or arrives.
         const bool full = free_.empty() || draining_;
-        const bool idle = ready_.empty() && (full || lane_.park(sleeper_));
+        unsigned least = ready_.empty() ? several() : 0;
+        const bool parked = least == 1 && !full;
+        if (parked && !lane_.park(sleeper_)) least = 0;
         const unsigned count =
-            backend_->reap(completions.data(), static_cast<unsigned>(completions.size()), idle);
-        if (idle && !full) lane_.unpark(sleeper_);
+            backend_->reap(completions.data(), static_cast<unsigned>(completions.size()), least);
+        if (parked) lane_.unpark(sleeper_);
+        rare_ = count < 2 && (rare_ || least > 1);
         // First the counters: who sees a request ended finds its transfers counted.
         publish();
         for (unsigned i = 0; i < count; ++i) finish(completions[i]);
         if (in_flight_ == 0) draining_ = false;
     }
+}
+
+unsigned Worker::several() const {
+    // One wake-up for several, as long as the drive has enough to do meanwhile. Nobody needs to
+    // ring then: what arrives is looked at when they are there.
+    return several_ > 1 && !rare_ && in_flight_ >= 2 * several_ ? several_ : 1;
 }
 
 void Worker::take_mail() {

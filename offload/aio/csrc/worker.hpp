@@ -41,6 +41,8 @@ class Worker {
     void fill();
     void submit();
     void finish(const Completion& completion);
+    // How many completions to sleep for.
+    unsigned several() const;
     void give_page(Transfer& transfer, std::size_t slot);
 
     Lane& lane_;
@@ -55,7 +57,9 @@ class Worker {
     std::vector<Transfer*> delayed_;  // to be submitted after a pause
     std::vector<Mapped> pages_;       // for bounces, by slot
     unsigned in_flight_ = 0;
-    bool draining_ = false;  // without overlap: a batch was submitted, wait for all of it
+    const unsigned several_;  // completions that are waited for together
+    bool rare_ = false;       // that was in vain: they come one by one
+    bool draining_ = false;   // without overlap: a batch was submitted, wait for all of it
 
     mutable std::mutex mail_mutex_;
     std::vector<std::uint64_t> dropped_files_, dropped_regions_;
