@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import functools
 import itertools
 import os
 import threading
@@ -19,9 +20,10 @@ from .file import AioFile, Descriptors
 from .future import IOFuture
 from .hints import transfer_hint
 from .native import NativeEngine
+from .pieces import FuturePieces, Pieces, course
 from .request import refuse_misaligned
 from .span import Span, span_of
-from .stream import FuturePieces, Pieces, Stream, course
+from .stream import Stream
 
 _LARGEST_BLOCK = 1 << 30  # one system call moves less than 2 GiB
 _tokens = itertools.count(1)
@@ -179,11 +181,14 @@ class AioHandle:
             pieces: Pieces = (
                 self._engine.stream(checked)
                 if isinstance(self._engine, NativeEngine)
-                else FuturePieces(self, checked)
+                else FuturePieces(functools.partial(self._submit, False), checked)
             )
             stream = Stream(self, pieces, checked)
             self._streams.add(stream)
         return stream
+
+    def _owns_this_thread(self) -> bool:
+        return self._engine.owns_this_thread()
 
     def _stream_ended(self, stream: Stream) -> None:
         with self._lock:
@@ -328,7 +333,7 @@ class AioHandle:
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
             return
-        if self._engine.owns_this_thread():  # the garbage collector runs in any thread
+        if self._owns_this_thread():  # the garbage collector runs in any thread
             threading.Thread(target=self._shut_down, name="offload-aio-close").start()
         else:
             self._shut_down()

@@ -12,7 +12,7 @@ from .engine import Shape, Ticket
 from .extension import WHY_NOT, _aio
 from .file import Descriptors
 from .hints import memlock_hint
-from .stream import Course, NativePieces
+from .pieces import Course, NativePieces
 
 BACKENDS: tuple[str, ...] = ("uring-fixed", "uring", "libaio", "threads")
 

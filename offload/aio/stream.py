@@ -2,169 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
-from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from .errors import AioClosedError, AioError
-from .file import PAGE, Descriptors
-from .future import IOFuture, failure
-from .request import refuse_misaligned
-from .span import Span
-
-if TYPE_CHECKING:
-    from .handle import AioHandle
+from .pieces import Course, Pieces
 
 
-@dataclass(frozen=True)
-class Course:
-    """Where the pieces of a stream come from and go to."""
+class Owner(Protocol):
+    """What a stream asks of its handle."""
 
-    files: Descriptors
-    span: Span
-    chunk: int  # bytes of a slot
-    slots: int
-    kept: int  # pieces that the caller may look at, at the same time
-    ranges: tuple[tuple[int, int], ...]  # offset and bytes
+    backend: str
 
-    @property
-    def grain(self) -> int:
-        return max(PAGE, self.files.offset_align)
-
-    def place(self, slot: int, offset: int) -> int:
-        """Where a piece lies in the buffer: in its slot as in its page, so that O_DIRECT fits."""
-        return slot * self.chunk + offset % self.grain
-
-    def pieces(self) -> Iterable[tuple[int, int]]:
-        """Offset and bytes of each piece: the ranges, cut at multiples of a chunk."""
-        for start, nbytes in self.ranges:
-            at, stop = start, start + nbytes
-            while at < stop:
-                end = min((at // self.chunk + 1) * self.chunk, stop)
-                yield at, end - at
-                at = end
-
-
-def course(
-    files: Descriptors, span: Span, ranges: Iterable[tuple[int, int]], chunk: int | None, keep: int
-) -> Course:
-    """A checked course; ValueError names what cannot be."""
-    grain = max(PAGE, files.offset_align)
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep must be a positive integer, not {keep!r}")
-    if chunk is None:
-        chunk = max(span.nbytes // max(4, 2 * keep) // grain * grain, grain)
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < grain or chunk % grain:
-        raise ValueError(f"chunk must be a positive multiple of {grain}, not {chunk!r}")
-    slots = span.nbytes // chunk
-    if slots < keep:
-        raise ValueError(
-            f"the buffer of {span.nbytes} bytes holds {slots} chunks of {chunk}, "
-            f"and a stream that keeps {keep} needs {keep} at least (more, to read ahead)"
-        )
-    checked = []
-    for offset, nbytes in ranges:
-        if offset < 0 or nbytes < 0 or offset + nbytes >= 1 << 63:
-            raise ValueError(f"range ({offset}, {nbytes}) lies outside of any file")
-        refuse_misaligned(files, span.address + offset % grain, offset, nbytes)
-        checked.append((int(offset), int(nbytes)))
-    return Course(files, span, chunk, slots, keep, tuple(checked))
-
-
-class Pieces(Protocol):
-    """What reads ahead: the compiled engine by itself, or futures for the engines in Python."""
-
-    def next(self) -> tuple[int, int, int] | None:
-        """Give back what is no longer kept; the next piece's place, offset and bytes, or None."""
-
-    def close(self) -> None:
-        """Begin no more, and return when nothing is written into the buffer any more."""
-
-    def abandon(self) -> None: ...
-
-
-class NativePieces:
-    """Pieces by the compiled engine: between two of them no Python runs."""
-
-    def __init__(self, stream: Any, backend: str, course: Course) -> None:
-        self._stream = stream
-        self._backend = backend
-        self._course = course  # its file and memory, until nothing is in flight
-
-    def next(self) -> tuple[int, int, int] | None:
-        found: Any = self._stream.next()
-        if found is None or len(found) == 3:
-            return found
-        self.close()
-        outcome, nbytes = found
-        raise failure(outcome, self._backend, False, self._course.files.path, nbytes)
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def abandon(self) -> None:
-        self._stream.abandon()
-
-
-class FuturePieces:
-    """Pieces by one future each."""
-
-    def __init__(self, handle: AioHandle, course: Course) -> None:
-        self._handle, self._course = handle, course
-        self._ahead = iter(course.pieces())
-        self._free = list(range(course.slots - 1, -1, -1))
-        self._held: deque[int] = deque()
-        self._in_flight: deque[tuple[int, int, IOFuture]] = deque()
-        self._waiting = False
-        self._read_ahead()
-
-    def next(self) -> tuple[int, int, int] | None:
-        if not self._waiting and len(self._held) >= self._course.kept:
-            self._free.append(self._held.popleft())
-            self._read_ahead()
-        try:
-            slot, place, future = self._in_flight[0]
-        except IndexError:
-            return None
-        self._waiting = True
-        try:
-            future.result()
-        except (AioError, CancelledError):
-            self.close()
-            raise
-        self._waiting = False
-        with contextlib.suppress(IndexError):  # closed by another thread
-            self._in_flight.popleft()
-        self._held.append(slot)
-        return place, future.offset, future.nbytes
-
-    def _read_ahead(self) -> None:
-        while self._free and (piece := next(self._ahead, None)) is not None:
-            offset, nbytes = piece
-            slot = self._free.pop()
-            place = self._course.place(slot, offset)
-            span = Span(self._course.span.address + place, nbytes, self._course.span.hold)
-            future = self._handle._submit(False, span, self._course.files, offset)
-            self._in_flight.append((slot, place, future))
-
-    def close(self) -> None:
-        self._ahead = iter(())
-        futures = [future for _, _, future in self._in_flight]
-        self._in_flight.clear()
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            with contextlib.suppress(AioError, CancelledError):
-                future.result()  # taken, so that wait() does not count it
-
-    def abandon(self) -> None:
-        self._in_flight.clear()
+    def _usable(self) -> None: ...
+    def _stream_ended(self, stream: Stream) -> None: ...
+    def _owns_this_thread(self) -> bool: ...
 
 
 class Stream:
@@ -174,7 +29,7 @@ class Stream:
     `AioHandle.stream`; one thread at a time may iterate.
     """
 
-    def __init__(self, handle: AioHandle, pieces: Pieces, course: Course) -> None:
+    def __init__(self, handle: Owner, pieces: Pieces, course: Course) -> None:
         self._handle = handle
         self._pieces: Pieces | None = pieces  # None: closed, and lets go of memory and file
         self._pid = os.getpid()
@@ -241,7 +96,7 @@ class Stream:
     def __del__(self) -> None:
         if getattr(self, "_pieces", None) is None or os.getpid() != self._pid:
             return
-        if self._handle._engine.owns_this_thread():  # the garbage collector runs in any thread
+        if self._handle._owns_this_thread():  # the garbage collector runs in any thread
             threading.Thread(target=self.close, name="offload-aio-close").start()
         else:
             self.close()

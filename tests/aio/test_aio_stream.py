@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from offload import aio
 from offload.aio import backends, extension
 from offload.aio.backends import BACKENDS
-from offload.aio.stream import course
+from offload.aio.pieces import course
 
 PAGE = 4096
 MIB = 1 << 20
