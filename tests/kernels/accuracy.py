@@ -18,17 +18,18 @@ def assert_accurate(
 ) -> None:
     """The largest error of `ours` against `exact` (float64) is at most twice that of `peer`.
 
-    Nor need it be below one unit in the last place of the largest value: with few elements PyTorch
-    may happen to round all of them well.
+    Nor need it be below one unit in the last place of the largest value. With few elements PyTorch
+    may happen to round all of them well; in float32, where every step rounds, that is three units.
     """
     assert ours.shape == exact.shape, f"{what}: {list(ours.shape)}, wanted {list(exact.shape)}"
     if not exact.numel():
         return
     assert not torch.isnan(ours).any(), f"{what}: {int(torch.isnan(ours).sum())} NaN"
     error = (ours.double() - exact).abs()
+    units = 3 if ours.dtype == torch.float32 and exact.numel() < 4096 else 1
     allowed = max(
         2 * (peer.double() - exact).abs().max().item(),
-        torch.finfo(ours.dtype).eps * exact.abs().max().item(),
+        units * torch.finfo(ours.dtype).eps * exact.abs().max().item(),
     )
     worst = error.argmax().item()
     place = [int(i) for i in torch.unravel_index(torch.tensor(worst), exact.shape)]

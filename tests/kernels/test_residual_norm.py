@@ -129,7 +129,7 @@ def run(machine: str, s: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@hypothesis_settings(max_examples=120)
+@hypothesis_settings(max_examples=70)
 @given(s=settings())
 def test_any_combination(machine: str, s: dict[str, Any]) -> None:
     run(machine, s)
@@ -143,7 +143,7 @@ SHAPES = [(301, 4096), (301, 576), (3, 8192), (2, 16384), (2, 20480), (3, 33333)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_rows_of_models_and_wider(machine: str, dtype: torch.dtype, rows: int, width: int) -> None:
     """Many rows, and rows that no block can hold, odd ones among them."""
-    if machine == "host":
+    if machine != "cuda":
         rows = min(rows, 9)
     common = {"bias": True, "bias2": True, "offset": 0, "mean": 0.0, "weight_offset": 0.0}
     common |= {"packs": 0, "in_place": True, "keep": True, "seed": 1, "dtype": dtype}
