@@ -17,6 +17,7 @@ from offload.kernels.workspace import Workspace
 from offload.models.decode_graph import LaunchGraph
 from offload.models.kv_cache import KvLayer
 from offload.models.layer_weights import LayerWeights, Product
+from offload.models.padding import Padding
 from offload.models.spec import Angles, LayerSpec, ModelSpec
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
@@ -64,14 +65,14 @@ class DecodeSession:
         hidden: torch.Tensor,
         past: int,
         angles: dict[str, Angles],
-        start: torch.Tensor | None,
+        padding: Padding | None,
     ) -> None:
         """Take in the next token: hidden [batch, width], which goes to column `past`."""
         self.hidden.copy_(hidden)
         self._column.fill_(past)
         self._length.fill_(past + 1)
-        if self._start is not None and start is not None:
-            self._start.copy_(start)
+        if self._start is not None and padding is not None:
+            self._start.copy_(padding.start)
         for table, given in angles.items():
             if table not in self._angles:
                 with torch.inference_mode(False):

@@ -110,7 +110,7 @@ class FusedEngine(NotCopied):
         stream = current_stream(self._device)
         few = hidden.shape[0] * tokens <= MOST_ROWS
         work = Prefill(
-            attention=PrefillAttention(request.past, tokens, request.start),
+            attention=PrefillAttention(request.past, tokens, request.padding),
             column=torch.full((1,), request.past, dtype=torch.int32, device=self._device),
             end=end,
             angles=angles,
@@ -129,8 +129,8 @@ class FusedEngine(NotCopied):
         assert request.cache is not None
         kept = layers_of(request.cache)
         self._reserve(kept, request.past + 1, hidden)
-        session = self._session(request.cache, request.start is not None)
-        session.begin(hidden[:, 0], request.past, angles, request.start)
+        session = self._session(request.cache, request.padding is not None)
+        session.begin(hidden[:, 0], request.past, angles, request.padding)
         for first, last in self._stretches:
             if self._layers[first].streamed:
                 self._launch(session, first, last)

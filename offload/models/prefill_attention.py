@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from offload.models.padding import Padding
 from offload.models.spec import LayerSpec
 
 MASK_ELEMENTS = 1 << 26  # of one mask, or of one piece of float32 scores
@@ -15,17 +16,17 @@ KEPT_ELEMENTS = 1 << 28  # of all masks that are kept for the layers that follow
 
 
 class PrefillAttention:
-    """Queries of one pass: [batch, tokens], behind `past` columns, seeing from `start[b]` on.
+    """Queries of one pass: [batch, tokens], behind `past` columns.
 
-    A query sees the columns up to its own and, in a layer with a window, only that many. `start` is
-    int32 [batch], or None where nothing is padded on the left; a padded query sees itself, so that
-    it stays finite. What several layers can share, such as masks, is made once.
+    A query sees the columns up to its own that are no padding and, in a layer with a window, only
+    that many; one that would see nothing sees itself, so that it stays finite. What several layers
+    can share, such as masks, is made once.
     """
 
-    def __init__(self, past: int, tokens: int, start: torch.Tensor | None) -> None:
+    def __init__(self, past: int, tokens: int, padding: Padding | None) -> None:
         self._past = past
         self._tokens = tokens
-        self._start = start
+        self._padding = padding
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
         self._kept = 0
 
@@ -48,7 +49,7 @@ class PrefillAttention:
     ) -> torch.Tensor:
         """[batch, heads, tokens, head_dim] by scaled_dot_product_attention."""
         window = self._window(layer)
-        plain = self._start is None and not self._past and not window
+        plain = self._padding is None and not self._past and not window
         group = query.shape[1] // keys.shape[1]
         # With a mask, or in float32, no kernel but the one that keeps all scores takes groups.
         native = plain and query.dtype != torch.float32
@@ -60,7 +61,7 @@ class PrefillAttention:
                 query, keys, values, is_causal=self._tokens > 1, **options
             )
         out = torch.empty_like(query)
-        rows = 1 if self._start is None else query.shape[0]
+        rows = 1 if self._padding is None else query.shape[0]
         for first, last in self._pieces(rows * keys.shape[2], window):
             low, high = self._columns(first, last, window)
             out[:, :, first:last] = functional.scaled_dot_product_attention(
@@ -143,9 +144,12 @@ class PrefillAttention:
         if window:
             seen &= distance > -window
         seen = seen[None]
-        if self._start is not None:
+        if self._padding is not None:
             column = torch.arange(low, high, device=device)
-            seen = seen & (column >= self._start[:, None])[:, None] | (distance == 0)
+            real = column >= self._padding.start[:, None]
+            real &= column < self._padding.end[:, None]
+            seen = seen & real[:, None]
+            seen |= (distance == 0) & ~seen.any(-1, keepdim=True)
         if self._kept + seen.numel() <= KEPT_ELEMENTS:
             self._masks[first, last, window] = seen
             self._kept += seen.numel()

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from offload.models.kv_cache import adopt, layers_of, new_cache
-from offload.models.padding import left_padding
+from offload.models.padding import Holes, Padding, read_padding
 from offload.models.spec import ModelSpec
 
 _SERVED = {
@@ -33,7 +33,7 @@ class Request:
     positions: torch.Tensor  # int64 [1 or batch, tokens]
     cache: DynamicCache | None  # of KvLayers
     past: int  # columns that it holds already
-    start: torch.Tensor | None  # int32 [batch]: each row's first column, where any is padded
+    padding: Padding | None
     as_tuple: bool
 
     @property
@@ -74,7 +74,9 @@ class Request:
             raise Unserved(f"a cache of the kind {type(cache).__name__}")
         past = 0 if cache is None else cache.get_seq_length()
         mask = given.get("attention_mask")
-        start = _start(mask, batch, past + tokens, device)
+        padding = _padding(mask, batch, past + tokens, device)
+        if padding is not None and padding.at_end and past and tokens == 1:
+            raise Unserved("an attention mask that hides the new token")
         positions = given.get("position_ids")
         if positions is None:
             positions = _positions(mask, past, tokens, device, spec)
@@ -96,7 +98,7 @@ class Request:
                 raise Unserved("a cache of another batch")
         as_dict = given.get("return_dict")
         as_dict = getattr(config, "return_dict", True) if as_dict is None else as_dict
-        return cls(ids, embeddings, positions.long(), cache, past, start, not as_dict)
+        return cls(ids, embeddings, positions.long(), cache, past, padding, not as_dict)
 
 
 def _shape(ids: Any, embeddings: Any, dtype: torch.dtype) -> tuple[int, int, torch.device]:
@@ -114,17 +116,17 @@ def _shape(ids: Any, embeddings: Any, dtype: torch.dtype) -> tuple[int, int, tor
     return batch, tokens, given.device
 
 
-def _start(mask: Any, batch: int, columns: int, device: torch.device) -> torch.Tensor | None:
+def _padding(mask: Any, batch: int, columns: int, device: torch.device) -> Padding | None:
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise Unserved("an attention mask that is not two-dimensional")
     if tuple(mask.shape) != (batch, columns) or mask.device != device:
         raise Unserved("an attention mask of another shape or device")
-    start, problem = left_padding(mask)
-    if problem is not None:
-        raise Unserved(problem)
-    return start
+    try:
+        return read_padding(mask)
+    except Holes as problem:
+        raise Unserved(str(problem)) from problem
 
 
 def _positions(

@@ -110,6 +110,7 @@ def placement(
     that leaves two for the files, one more on the device; "dict" names a place for single layers.
     """
     common: dict[str, Any] = {"prefetch": depth, "device": device, "max_length": 64}
+    common["engine"] = "transformers"  # which is bit-equal, on a GPU too
     if tier in ("cpu", "nvme"):
         return common | {"device_map": tier}
     if tier == "dict":

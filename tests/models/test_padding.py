@@ -1,12 +1,13 @@
-"""What a mask says of its rows: where they begin, and whether they have holes."""
+"""What a mask says of its rows: where they begin and end, and whether they have holes."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.models.padding import left_padding
+from offload.models.padding import Holes, read_padding
 
 
 @given(
@@ -18,12 +19,18 @@ from offload.models.padding import left_padding
     st.sampled_from([torch.long, torch.bool, torch.float32, torch.int32]),
 )
 def test_against_the_rows_read_one_by_one(rows: list[list[bool]], dtype: torch.dtype) -> None:
-    start, problem = left_padding(torch.tensor(rows).to(dtype))
+    mask = torch.tensor(rows).to(dtype)
     text = ["".join("1" if x else "0" for x in row) for row in rows]
-    broken = any("1" not in row or "0" in row.strip("0") for row in text)
-    assert (problem is not None) == broken
-    first = [row.find("1") for row in text]
-    if broken or not any(first):
-        assert start is None
-    else:
-        assert start is not None and start.dtype == torch.int32 and start.tolist() == first
+    if any("0" in row.strip("0") for row in text):
+        with pytest.raises(Holes, match="holes"):
+            read_padding(mask)
+        return
+    padding = read_padding(mask)
+    if all("0" not in row for row in text):
+        assert padding is None
+        return
+    width = len(rows[0])
+    assert padding is not None and padding.start.dtype == padding.end.dtype == torch.int32
+    assert padding.start.tolist() == [row.find("1") if "1" in row else width for row in text]
+    assert padding.end.tolist() == [row.rfind("1") + 1 or width for row in text]
+    assert padding.at_end == any(row.endswith("0") and "1" in row for row in text)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from offload.kernels.qkv import QkvLayout
 from offload.models import prefill_attention
+from offload.models.padding import Padding
 from offload.models.prefill_attention import PrefillAttention
 from offload.models.spec import LayerSpec, LinearSpec
 
@@ -28,6 +29,7 @@ def written_out(
     spec: LayerSpec,
     past: int,
     start: list[int],
+    end: list[int],
 ) -> torch.Tensor:
     """In the tensors' own dtype; rows that see nothing are NaN."""
     group = query.shape[2] // keys.shape[1]
@@ -40,6 +42,7 @@ def written_out(
         scores = scores + torch.tensor(spec.slopes, dtype=scores.dtype)[:, None, None] * column
     own = past + torch.arange(query.shape[1])[:, None]
     seen = (column <= own)[None] & (column >= torch.tensor(start)[:, None, None])
+    seen = seen & (column < torch.tensor(end)[:, None, None])
     if spec.window:
         seen = seen & (column > own - spec.window)
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
@@ -82,22 +85,24 @@ def test_against_scores_in_float64(
     buffers = torch.randn(2, batch, heads[1], end + 3, head_dim, generator=generator)
     buffers[:, :, :, end:] = float("nan")
     keys, values = buffers[:, :, :, :end]
-    start = [0] * batch
+    start, stop = [0] * batch, [end] * batch
     if padded:
         start = torch.randint(0, end, (batch,), generator=generator).tolist()
-    given_start = torch.tensor(start, dtype=torch.int32) if padded else None
-    exact = written_out(*(x.double() for x in (query, keys, values)), spec, past, start)
-    plain = written_out(query, keys, values, spec, past, start)
+        stop = [a + int(torch.randint(1, end - a + 1, (), generator=generator)) for a in start]
+    rows = (torch.tensor(x, dtype=torch.int32) for x in (start, stop))
+    padding = Padding(*rows, at_end=True) if padded else None
+    exact = written_out(*(x.double() for x in (query, keys, values)), spec, past, start, stop)
+    plain = written_out(query, keys, values, spec, past, start, stop)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_attention, "MASK_ELEMENTS", pieces)
         patch.setattr(prefill_attention, "MIN_ROWS", 1)
         patch.setattr(prefill_attention, "KEPT_ELEMENTS", pieces)
-        attention = PrefillAttention(past, tokens, given_start)
+        attention = PrefillAttention(past, tokens, padding)
         got = attention(query, keys, values, spec)
         assert torch.equal(attention(query, keys, values, spec), got)  # with masks made before
     assert got.shape == (batch, tokens, heads[0] * head_dim) and got.is_contiguous()
     assert got.isfinite().all()  # padded queries too: what they leave is multiplied by zero later
-    real = (past + torch.arange(tokens))[None] >= torch.tensor(start)[:, None]
+    real = ~exact.isnan().any(-1)  # a query that sees nothing is nobody's
     own = float((plain.double() - exact)[real].abs().max()) if real.any() else 0.0
     error = float((got.double() - exact)[real].abs().max()) if real.any() else 0.0
     assert error <= 2 * own + 4 * torch.finfo(torch.float32).eps * float(values.abs().max())
@@ -110,8 +115,8 @@ def test_in_half_precision(dtype: torch.dtype, softcap: float) -> None:
     spec = dataclasses.replace(layer(4, 2, 8), softcap=softcap)
     query = torch.randn(2, 33, 4, 8).to(dtype)
     keys, values = torch.randn(2, 2, 2, 33, 8).to(dtype)
-    exact = written_out(*(x.double() for x in (query, keys, values)), spec, 0, [0, 0])
-    plain = written_out(query, keys, values, spec, 0, [0, 0])
+    exact = written_out(*(x.double() for x in (query, keys, values)), spec, 0, [0, 0], [33, 33])
+    plain = written_out(query, keys, values, spec, 0, [0, 0], [33, 33])
     got = PrefillAttention(0, 33, None)(query, keys, values, spec)
     assert got.dtype == dtype
     assert (got.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max()
