@@ -36,26 +36,41 @@ struct Moments {
     float variance;  // around that mean
 };
 
-// A norm's parameters at one pack.
-template <typename T, int N>
+// A norm's parameters at a thread's packs: ones and zeros where there are none, so that nothing
+// branches where they are used.
+template <typename T, int N, int kPacks>
 struct Parameters {
-    Pack<T, N> weight, bias;
+    Pack<T, N> weight[kPacks], bias[kPacks];
+    float offset;
 
-    __device__ __forceinline__ void read(const OffloadNorm& norm, int column) {
-        if (norm.weight) weight = load<T, N>(static_cast<const T*>(norm.weight) + column);
-        if (norm.bias) bias = load<T, N>(static_cast<const T*>(norm.bias) + column);
+    __device__ __forceinline__ void read(const OffloadNorm& norm, const int (&columns)[kPacks]) {
+        read(weight, norm.weight, 1.f, columns);
+        read(bias, norm.bias, 0.f, columns);
+        offset = norm.weight ? norm.weight_offset : 0.f;
     }
 
-    __device__ __forceinline__ void apply(const OffloadNorm& norm, float mean, float scale,
-                                          const float* x, float* y) const {
+    __device__ __forceinline__ void apply(int pack, float mean, float scale, const float* x,
+                                          float* y) const {
         float w[N], b[N];
-        if (norm.weight) to_floats(weight, w);
-        if (norm.bias) to_floats(bias, b);
+        to_floats(weight[pack], w);
+        to_floats(bias[pack], b);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            y[i] = (x[i] - mean) * scale;
-            if (norm.weight) y[i] *= w[i] + norm.weight_offset;
-            if (norm.bias) y[i] += b[i];
+        for (int i = 0; i < N; ++i) y[i] = fmaf((x[i] - mean) * scale, w[i] + offset, b[i]);
+    }
+
+  private:
+    __device__ __forceinline__ static void read(Pack<T, N> (&packs)[kPacks], const void* from,
+                                                float otherwise, const int (&columns)[kPacks]) {
+        if (from) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+                packs[p] = load<T, N>(static_cast<const T*>(from) + columns[p]);
+        } else {
+            float same[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) same[i] = otherwise;
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p) packs[p] = from_floats<T, N>(same);
         }
     }
 };
@@ -76,37 +91,59 @@ __global__ void __launch_bounds__(kMostThreads)
     const int64_t row =
         one_warp ? static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32
                  : blockIdx.x;
-    const int packs = a.width / N;
     const float width = static_cast<float>(a.width);
+    // Beyond the row's end the last pack is read again, so that no load has a branch of its own;
+    // nothing comes of it.
+    int columns[kPacks];
+    bool inside[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+        const int pack = p * threads + thread, last = a.width / N - 1;
+        inside[p] = pack <= last;
+        columns[p] = (inside[p] ? pack : last) * N;
+    }
 
     // With one pack a thread, which is how few rows are done, the parameters are read before the
-    // wait: no kernel writes them, and they come from further away than the rows do.
+    // wait: no kernel writes them, and they come from further away than the rows do. Else they are
+    // asked for once the inputs' registers are free, and before the sums that they wait for.
     constexpr bool kReadAhead = kPacks == 1;
-    Parameters<T, N> ahead;
-    Pack<T, N> bias_ahead;
-    if (kReadAhead && thread < packs) {
-        ahead.read(a.norm, thread * N);
-        if (a.bias[0]) bias_ahead = load<T, N>(static_cast<const T*>(a.bias[0]) + thread * N);
+    Parameters<T, N, kPacks> parameters;
+    Pack<T, N> bias[kPacks];
+    const auto read_bias = [&] {
+        if (a.bias[0]) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+                bias[p] = load<T, N>(static_cast<const T*>(a.bias[0]) + columns[p]);
+        }
+    };
+    if (kReadAhead) {
+        read_bias();
+        parameters.read(a.norm, columns);
     }
     wait_for_previous_kernel();
     if (row >= a.rows) return;  // a whole warp, of a block that has no barriers
 
     const int64_t base = row * a.width;
-    const T* residual = static_cast<const T*>(a.residual);
-    const T* branches[2] = {static_cast<const T*>(a.branch[0]), static_cast<const T*>(a.branch[1])};
     Pack<T, N> raw[3][kPacks];
+    const void* const sources[3] = {a.branch[0], a.residual, a.branch[1]};
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-        const int pack = p * threads + thread;
-        const int64_t at = base + static_cast<int64_t>(pack) * N;
-        if (pack < packs) {
-            if (residual) raw[0][p] = load_once<T, N>(residual + at);
-            if (branches[0]) raw[1][p] = load_once<T, N>(branches[0] + at);
-            if (branches[1]) raw[2][p] = load_once<T, N>(branches[1] + at);
+    for (int which = 0; which < 3; ++which) {
+        if (sources[which]) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+                raw[which][p] =
+                    load_once<T, N>(static_cast<const T*>(sources[which]) + base + columns[p]);
         }
     }
+    if (!kReadAhead) read_bias();
 
-    float x[kPacks][N];  // zeros beyond the row's end
+    float x[kPacks][N] = {};
+    const auto add = [&](const Pack<T, N>& pack, float* to) {
+        float other[N];
+        to_floats(pack, other);
+#pragma unroll
+        for (int i = 0; i < N; ++i) to[i] += other[i];
+    };
     const auto moments = [&](int kind) {
         Moments m = {0.f, 0.f};
         if (kind == OFFLOAD_NORM_LAYER) {
@@ -114,112 +151,76 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
             for (int p = 0; p < kPacks; ++p)
 #pragma unroll
-                for (int i = 0; i < N; ++i) sum += x[p][i];
+                for (int i = 0; i < N; ++i) sum += inside[p] ? x[p][i] : 0.f;
             m.mean = row_sum(sum) / width;
         }
         float squares = 0.f;
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
-            if (p * threads + thread < packs) {
 #pragma unroll
-                for (int i = 0; i < N; ++i) {
-                    const float d = x[p][i] - m.mean;
-                    squares = fmaf(d, d, squares);
-                }
+            for (int i = 0; i < N; ++i) {
+                const float d = inside[p] ? x[p][i] - m.mean : 0.f;
+                squares = fmaf(d, d, squares);
             }
         }
         m.variance = row_sum(squares) / width;
         return m;
     };
-    const auto add_bias = [&](float* to, const void* bias, int pack) {
-        float b[N];
-        to_floats(load<T, N>(static_cast<const T*>(bias) + pack * N), b);
-#pragma unroll
-        for (int i = 0; i < N; ++i) to[i] += b[i];
-    };
 
+    if (sources[0]) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+        for (int p = 0; p < kPacks; ++p) to_floats(raw[0][p], x[p]);
+        if (a.bias[0]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[p][i] = 0.f;
-        const int pack = p * threads + thread;
-        if (pack < packs && branches[0]) {
-            to_floats(raw[1][p], x[p]);
-            if (a.bias[0]) {
-                if (kReadAhead) {
-                    float b[N];
-                    to_floats(bias_ahead, b);
-#pragma unroll
-                    for (int i = 0; i < N; ++i) x[p][i] += b[i];
-                } else {
-                    add_bias(x[p], a.bias[0], pack);
-                }
-            }
+            for (int p = 0; p < kPacks; ++p) add(bias[p], x[p]);
         }
     }
     if (a.branch_norm.kind) {
+        Parameters<T, N, kPacks> of_branch;
+        of_branch.read(a.branch_norm, columns);
         const Moments m = moments(a.branch_norm.kind);
         const float scale = scale_of(m, a.branch_norm);
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
-            const int pack = p * threads + thread;
-            if (pack < packs) {
-                Parameters<T, N> parameters;
-                parameters.read(a.branch_norm, pack * N);
-                parameters.apply(a.branch_norm, m.mean, scale, x[p], x[p]);
-            }
+        for (int p = 0; p < kPacks; ++p) of_branch.apply(p, m.mean, scale, x[p], x[p]);
+    }
+    if (sources[1]) {
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) add(raw[1][p], x[p]);
+    }
+    if (sources[2]) {
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) add(raw[2][p], x[p]);
+        if (a.bias[1]) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+                add(load<T, N>(static_cast<const T*>(a.bias[1]) + columns[p]), x[p]);
         }
     }
+    if (!kReadAhead) parameters.read(a.norm, columns);
+    if (a.sum) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-        const int pack = p * threads + thread;
-        if (pack < packs) {
-            float other[N];
-            if (residual) {
-                to_floats(raw[0][p], other);
-#pragma unroll
-                for (int i = 0; i < N; ++i) x[p][i] += other[i];
-            }
-            if (branches[1]) {
-                to_floats(raw[2][p], other);
-                if (a.bias[1]) add_bias(other, a.bias[1], pack);
-#pragma unroll
-                for (int i = 0; i < N; ++i) x[p][i] += other[i];
-            }
-            if (a.sum)
-                store(static_cast<T*>(a.sum) + base + static_cast<int64_t>(pack) * N,
-                      from_floats<T, N>(x[p]));
-        }
+        for (int p = 0; p < kPacks; ++p)
+            if (inside[p])
+                store(static_cast<T*>(a.sum) + base + columns[p], from_floats<T, N>(x[p]));
     }
 
     Moments m = {0.f, 0.f};
-    const auto write = [&](void* output, const OffloadNorm& norm, bool is_first) {
-        if (norm.kind && (is_first || norm.kind != a.norm.kind || !a.output))
-            m = moments(norm.kind);
-        const float scale = scale_of(m, norm);
+    const auto write = [&](void* output, const OffloadNorm& norm, bool has_moments) {
+        if (norm.kind && !has_moments) m = moments(norm.kind);
+        const float mean = norm.kind ? m.mean : 0.f;
+        const float scale = norm.kind ? scale_of(m, norm) : 1.f;
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
-            const int pack = p * threads + thread;
-            if (pack < packs) {
-                float y[N];
-                if (norm.kind) {
-                    Parameters<T, N> parameters;
-                    if (kReadAhead && is_first)
-                        parameters = ahead;
-                    else
-                        parameters.read(norm, pack * N);
-                    parameters.apply(norm, m.mean, scale, x[p], y);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < N; ++i) y[i] = x[p][i];
-                }
-                store(static_cast<T*>(output) + base + static_cast<int64_t>(pack) * N,
-                      from_floats<T, N>(y));
-            }
+            float y[N];
+            parameters.apply(p, mean, scale, x[p], y);
+            if (inside[p]) store(static_cast<T*>(output) + base + columns[p], from_floats<T, N>(y));
         }
     };
-    if (a.output) write(a.output, a.norm, true);
-    if (a.output2) write(a.output2, a.norm2, false);
+    if (a.output) write(a.output, a.norm, false);
+    if (a.output2) {
+        parameters.read(a.norm2, columns);
+        write(a.output2, a.norm2, a.output && a.norm2.kind == a.norm.kind);
+    }
 }
 
 // One block a row, any width, N elements at a time. Nothing is written before the last pass, in
@@ -283,9 +284,9 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
     const auto total = [&](float* x, int column) {
         branch(x, 0, column);
         if (a.branch_norm.kind) {
-            Parameters<T, N> parameters;
-            parameters.read(a.branch_norm, column);
-            parameters.apply(a.branch_norm, of_branch.mean, branch_scale, x, x);
+            Parameters<T, N, 1> parameters;
+            parameters.read(a.branch_norm, {column});
+            parameters.apply(0, of_branch.mean, branch_scale, x, x);
         }
         if (a.residual) add(x, a.residual, base + column);
         if (a.branch[1]) {
@@ -307,14 +308,9 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
         const auto write = [&](void* output, const OffloadNorm& norm, const Moments& m,
                                float scale) {
             float y[N];
-            if (norm.kind) {
-                Parameters<T, N> parameters;
-                parameters.read(norm, column);
-                parameters.apply(norm, m.mean, scale, x, y);
-            } else {
-#pragma unroll
-                for (int i = 0; i < N; ++i) y[i] = x[i];
-            }
+            Parameters<T, N, 1> parameters;
+            parameters.read(norm, {column});
+            parameters.apply(0, norm.kind ? m.mean : 0.f, norm.kind ? scale : 1.f, x, y);
             store(static_cast<T*>(output) + base + column, from_floats<T, N>(y));
         };
         if (a.sum) store(static_cast<T*>(a.sum) + base + column, from_floats<T, N>(x));
