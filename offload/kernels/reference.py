@@ -284,17 +284,20 @@ def decode_attention(
     score = q @ k.mT * scale  # [batch, kv_heads, group, capacity]
     if softcap:
         score = softcap * torch.tanh(score / softcap)
+    sink = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, -1, 1)
     if slopes is not None:
-        score = score + slopes.to(q.dtype).view(1, kv_heads, -1, 1) * column
+        # All less what the last column would add: far out, float32 has no digits for both.
+        slope, last = slopes.to(q.dtype).view(1, kv_heads, -1, 1), length.view(-1, 1, 1, 1) - 1
+        score = score + slope * (column - last)
+        sink = None if sink is None else sink - slope * last
     score = score.masked_fill(~seen, -math.inf)
     top = score.amax(-1, keepdim=True) if capacity else score.new_zeros(*score.shape[:3], 1)
-    if sinks is not None:
-        sink = sinks.to(q.dtype).view(1, kv_heads, -1, 1)
+    if sink is not None:
         top = torch.maximum(top, sink)
     top = torch.where(top == -math.inf, 0, top)  # nothing is seen: all weights are exp(-inf)
     weights = torch.exp(score - top)
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
+    if sink is not None:
         total = total + torch.exp(sink - top)
     out = weights @ v / torch.where(total == 0, 1, total)
     return out.view(batch, heads, head_dim).to(query.dtype)

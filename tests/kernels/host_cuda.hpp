@@ -39,6 +39,7 @@ inline ucontext_t scheduler;
 inline int current = 0;
 inline void (*body)(void*);
 inline void* body_arguments;
+inline bool last_block_first = false;
 
 inline Thread& self() { return threads[current]; }
 inline void change_over() { swapcontext(&self().context, &scheduler); }
@@ -77,7 +78,7 @@ inline void run_grid(dim3 grid, dim3 block) {
     threads.resize(count);
     for (unsigned y = 0; y < grid.y; ++y) {
         for (unsigned x = 0; x < grid.x; ++x) {
-            blockIdx = {x, y, 0};
+            blockIdx = {last_block_first ? grid.x - 1 - x : x, y, 0};
             for (int i = 0; i < count; ++i) {
                 Thread& thread = threads[i];
                 if (!thread.stack) thread.stack.reset(new char[kStack]);

@@ -160,7 +160,7 @@ int plan_scalar(const OffloadDecodeAttention& a, const Device& device, Plan* pla
                              static_cast<uintptr_t>(a.cache_head_stride * element) |
                              static_cast<uintptr_t>(a.head_dim * element);
     p.unit = places % 16 == 0 ? 16 : places % 4 == 0 ? 4 : element;
-    for (p.columns = 64; p.columns >= 8; p.columns /= 2) {
+    for (p.columns = 64; p.columns >= 4; p.columns /= 2) {
         const ScalarShape shape(p.padded_dim, element, p.columns, queries);
         if (p.columns > 8 && shape.stage_bytes() > 36 * 1024) continue;
         if (int status = find_fit(plan->kernel, plan->threads, shape.stage_bytes(),

@@ -1,0 +1,95 @@
+"""Where decode attention's tests run: the reference, the kernels on the host, or on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machines import CSRC, HERE, _cuda_headers
+
+from offload.kernels import structs
+from offload.kernels.attention import COUNTERS, DecodeAttention
+from offload.kernels.call import current_stream
+from offload.kernels.workspace import Workspace
+
+SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
+ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
+H200, ADA = 232448, 101376  # bytes of shared memory that a block may have
+# Multiprocessors, shared memory, whether blocks run last to first, whether copies come late.
+HOSTS = itertools.cycle([(4, H200, 0, 1), (1, ADA, 1, 0), (23, H200, 1, 1), (7, ADA, 0, 0)])
+
+
+def run(arguments: dict[str, Any], machine: str) -> DecodeAttention:
+    """Make the call, issue it on `machine`, and check what it must leave behind.
+
+    Partial results are NaN before, counters zero before and after.
+    """
+    if machine == "host":
+        return _run_on_host(DecodeAttention(**arguments))
+    workspace = Workspace(arguments["query"].device)
+    call = DecodeAttention(**arguments, workspace=workspace)
+    workspace._partials.fill_(math.nan)
+    call.launch(current_stream(workspace.device))
+    if machine == "cuda":
+        torch.cuda.synchronize()
+    assert not workspace._counters.any(), "counters were left behind"
+    return call
+
+
+def _run_on_host(call: DecodeAttention) -> DecodeAttention:
+    library, a = host_library(), call.arguments
+    library.host_settings(*next(HOSTS))
+    nbytes = library.offload_decode_attention_workspace(ctypes.byref(a))
+    assert nbytes >= 0, library.offload_last_error()
+    # A guard behind each; torch's memory begins at a multiple of 64.
+    partials = torch.full((nbytes // 4 + 64,), math.nan)
+    counters = torch.zeros(COUNTERS + 16, dtype=torch.int32)
+    a.workspace, a.workspace_bytes = partials.data_ptr(), nbytes
+    a.counters = counters.data_ptr()
+    status = library.offload_decode_attention(ctypes.byref(a), None)
+    assert status == 0, library.offload_last_error()
+    assert not counters.any(), "counters were left behind"
+    assert torch.isnan(partials[nbytes // 4 :]).all(), "written behind the workspace"
+    return call
+
+
+@functools.cache
+def host_library() -> ctypes.CDLL:
+    """decode_attention.cu compiled for this processor, with stand-ins for what only a GPU has."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    headers = _cuda_headers()
+    if compiler is None or headers is None:
+        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
+    folder = Path(tempfile.mkdtemp(prefix="offload-host-attention-"))
+    try:
+        sources = [*CSRC.glob("decode_attention*"), CSRC / "common.cuh", CSRC / "offload_kernels.h"]
+        for source in sources:
+            shutil.copy(source, folder)
+        (folder / "decode_attention_ptx.cuh").write_text('#include "host_attention.hpp"\n')
+        frame = (folder / "decode_attention.cuh").read_text()
+        assert frame.count(SHARED) == 1
+        (folder / "decode_attention.cuh").write_text(frame.replace(SHARED, ON_HOST))
+        command = [compiler, "-x", "c++", "-std=c++17", "-O0", "-fPIC", "-fno-strict-aliasing"]
+        command += ["-w", "-shared", "-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
+        command += ["-include", str(HERE / "host_attention.hpp")]
+        command += ["decode_attention.cu", "-o", "libattention.so"]
+        subprocess.run(command, check=True, cwd=folder)
+        library = ctypes.CDLL(str(folder / "libattention.so"))
+    finally:
+        shutil.rmtree(folder)
+    pointer = ctypes.POINTER(structs.DecodeAttentionStruct)
+    library.offload_decode_attention.argtypes = [pointer, ctypes.c_void_p]
+    library.offload_decode_attention_workspace.argtypes = [pointer]
+    library.offload_decode_attention_workspace.restype = ctypes.c_int64
+    library.offload_last_error.restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,295 @@
+// What decode_attention.cu needs of a GPU beyond host_cuda.hpp: dynamic shared memory, poisoned
+// before each block, its intrinsics, and what decode_attention_ptx.cuh has instructions for. Stands
+// for that header, and is force-included before the file.
+//
+// A copy into shared memory is done either when it is asked for, which shows a stage that is filled
+// while it is read, or when it is waited for, which shows one that is read before it is full.
+#pragma once
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <deque>
+
+#include "host_cuda.hpp"
+
+#undef __grid_constant__
+#define __grid_constant__
+
+using std::max;
+using std::min;
+
+namespace host_cuda {
+
+struct Copy {
+    uint32_t to;
+    const void* from;
+    int bytes, seen;
+};
+
+constexpr int kSharedOfMultiprocessor = 233472, kReserved = 1024, kStatic = 512;
+inline unsigned char* shared_memory = static_cast<unsigned char*>(aligned_alloc(1024, 256 << 10));
+inline uint32_t shared_bytes = 0;
+inline long long launches = 0, block_seen = -1;
+inline int multiprocessors = 4, shared_of_block = 232448;
+inline bool copies_are_late = false;
+inline std::deque<std::vector<Copy>> copies[1024];  // of a thread; the last group is open
+
+inline void require(bool holds, const char* what) {
+    if (holds) return;
+    fprintf(stderr, "on the host: %s (block %u, thread %d)\n", what, blockIdx.x, current);
+    abort();
+}
+
+inline unsigned char* dynamic_shared() {
+    const long long block = launches << 32 | blockIdx.x;
+    if (block != block_seen) {
+        block_seen = block;
+        memset(shared_memory, 0xff, 256 << 10);  // NaN in every dtype
+        for (auto& groups : copies) {
+            for (const auto& group : groups) require(group.empty(), "copies that nobody awaited");
+            groups.clear();
+        }
+    }
+    return shared_memory;
+}
+
+// Puts words on the warp's table and returns it when all lanes have.
+struct Words {
+    uint64_t at[6];
+};
+inline const Words* trade(const Words& words) {
+    static Words tables[2][1024];
+    Words* table = tables[self().warp_barriers % 2];
+    table[current] = words;
+    warp_barrier();
+    return table + current / 32 * 32;
+}
+
+template <typename T>
+T shuffle(T x, int lane) {
+    Words words = {};
+    memcpy(words.at, &x, sizeof x);
+    memcpy(&x, trade(words)[lane].at, sizeof x);
+    return x;
+}
+
+inline void copy(const Copy& c) {
+    unsigned char* to = shared_memory + c.to;
+    memset(to, 0, c.bytes);
+    if (c.seen) memcpy(to, c.from, c.seen);
+}
+
+inline void queue(const Copy& c) {
+    require(c.to % c.bytes == 0 && (!c.seen || reinterpret_cast<uintptr_t>(c.from) % c.bytes == 0),
+            "a copy that is not aligned");
+    require(c.to + c.bytes <= shared_bytes, "a copy beyond shared memory");
+    auto& groups = copies[current];
+    if (groups.empty()) groups.emplace_back();
+    if (copies_are_late)
+        groups.back().push_back(c);
+    else
+        copy(c);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_attention(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                             Arguments... arguments) {
+    if (static_cast<int>(config->dynamicSmemBytes) > shared_of_block - kStatic ||
+        config->blockDim.x % 32)
+        return cudaErrorInvalidConfiguration;
+    shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
+    ++launches;
+    return host_launch(config, kernel, arguments...);
+}
+
+inline cudaError_t function_attributes(cudaFuncAttributes* attributes, const void*) {
+    *attributes = {};
+    attributes->sharedSizeBytes = kStatic;
+    return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t occupancy(int* blocks, Kernel, int threads, size_t shared) {
+    *blocks = min(2048 / threads,
+                  kSharedOfMultiprocessor / (static_cast<int>(shared) + kStatic + kReserved));
+    return cudaSuccess;
+}
+
+}  // namespace host_cuda
+
+// Which GPU the host stands for, and in which order what happens there happens.
+extern "C" __attribute__((visibility("default"))) void host_settings(int multiprocessors,
+                                                                     int shared_of_block,
+                                                                     int last_block_first,
+                                                                     int copies_are_late) {
+    host_cuda::multiprocessors = multiprocessors;
+    host_cuda::shared_of_block = shared_of_block;
+    host_cuda::last_block_first = last_block_first;
+    host_cuda::copies_are_late = copies_are_late;
+}
+
+#undef cudaLaunchKernelEx
+#define cudaLaunchKernelEx host_cuda::launch_attention
+#undef cudaFuncGetAttributes
+#define cudaFuncGetAttributes host_cuda::function_attributes
+#define cudaFuncSetAttribute(kernel, attribute, value) ((void)(kernel), cudaSuccess)
+#define cudaOccupancyMaxActiveBlocksPerMultiprocessor host_cuda::occupancy
+
+inline void __threadfence() {}
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+    return host_cuda::shuffle(x, lane);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int by) {
+    const int lane = host_cuda::current % 32;
+    return host_cuda::shuffle(x, lane < by ? lane : lane - by);
+}
+inline bool __any_sync(unsigned, bool x) {
+    host_cuda::Words words = {};
+    words.at[0] = x;
+    const host_cuda::Words* table = host_cuda::trade(words);
+    for (int i = 0; i < 32; ++i)
+        if (table[i].at[0]) return true;
+    return false;
+}
+inline uint32_t atomicAdd(uint32_t* at, uint32_t x) {
+    const uint32_t before = *at;
+    *at = before + x;
+    return before;
+}
+template <typename T>
+void __stcg(T* at, T x) {
+    *at = x;
+}
+template <typename T>
+T __ldcg(const T* at) {
+    return *at;
+}
+#define __cvta_generic_to_shared(p) \
+    (reinterpret_cast<const unsigned char*>(p) - host_cuda::shared_memory)
+
+#include "common.cuh"
+
+namespace offload {
+
+// In place of library.cu's, whose device never changes.
+const Device& current_device() {
+    static Device device;
+    // A device of its own for every size, since what fits is remembered by its number.
+    device = {host_cuda::shared_of_block, host_cuda::multiprocessors, 9,
+              host_cuda::shared_of_block};
+    return device;
+}
+
+namespace {
+thread_local char last_error[512];
+}
+int refuse(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return -1;
+}
+int cuda_status(const char* what, cudaError_t error) {
+    if (error == cudaSuccess) return 0;
+    snprintf(last_error, sizeof last_error, "%s: CUDA error %d", what, static_cast<int>(error));
+    return static_cast<int>(error);
+}
+
+namespace decode {
+
+inline float exp2_approximately(float x) {
+    const float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0.f : y;
+}
+
+template <int kBytes>
+void copy_async(uint32_t to, const void* from, int seen) {
+    host_cuda::queue({to, from, kBytes, seen});
+}
+inline void copy_async_once(uint32_t to, const void* from, int seen, uint64_t) {
+    host_cuda::queue({to, from, 16, seen});
+}
+inline uint64_t evict_first_policy() { return 0; }
+
+inline void end_copies() {
+    auto& groups = host_cuda::copies[host_cuda::current];
+    if (groups.empty()) groups.emplace_back();
+    groups.emplace_back();
+}
+inline void wait_for_copies(int running) {
+    host_cuda::require(running >= 0 && running <= 3, "a wait that there is no instruction for");
+    auto& groups = host_cuda::copies[host_cuda::current];
+    while (static_cast<int>(groups.size()) > running + 1) {
+        for (const auto& c : groups.front()) host_cuda::copy(c);
+        groups.pop_front();
+    }
+}
+
+// Half `which` of a pair.
+template <typename T>
+float half_of(uint64_t pair, int which) {
+    const uint16_t bits = static_cast<uint16_t>(pair >> 16 * which);
+    T x;
+    memcpy(&x, &bits, sizeof x);
+    return to_float(x);
+}
+
+// mma.m16n8k16: lane 4 g + t has of A rows g and g + 8, columns 2 t, 2 t + 1 and these + 8; of B
+// these rows of column g; of C rows g and g + 8, columns 2 t and 2 t + 1.
+template <typename T>
+void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const host_cuda::Words* table = host_cuda::trade({{a[0], a[1], a[2], a[3], b0, b1}});
+    const int lane = host_cuda::current % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        double sum = c[i];
+        for (int k = 0; k < 16; ++k) {
+            const int quad = k % 8 / 2, upper = k / 8;
+            sum += static_cast<double>(
+                       half_of<T>(table[row * 4 + quad].at[i / 2 + 2 * upper], k % 2)) *
+                   half_of<T>(table[column * 4 + quad].at[4 + upper], k % 2);
+        }
+        c[i] = static_cast<float>(sum);
+    }
+}
+
+// ldmatrix: row r of matrix j lies at the address that lane 8 j + r gives.
+template <int kMatrices>
+void load(uint32_t (&to)[kMatrices], uint32_t address, bool transposed) {
+    const host_cuda::Words* table = host_cuda::trade({{address}});
+    const int lane = host_cuda::current % 32;
+    for (int j = 0; j < kMatrices; ++j) {
+        uint16_t pair[2];
+        for (int which = 0; which < 2; ++which) {
+            const int row = transposed ? lane % 4 * 2 + which : lane / 4;
+            const int column = transposed ? lane / 4 : lane % 4 * 2 + which;
+            const uint32_t at = static_cast<uint32_t>(table[j * 8 + row].at[0]);
+            host_cuda::require(at % 16 == 0 && at + 16 <= host_cuda::shared_bytes,
+                               "a matrix beyond shared memory");
+            memcpy(&pair[which], host_cuda::shared_memory + at + column * 2, 2);
+        }
+        to[j] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+    }
+}
+inline void load_matrices(uint32_t (&to)[4], uint32_t address) { load(to, address, false); }
+inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t address) {
+    load(to, address, true);
+}
+inline void load_matrix_pair(uint32_t (&to)[2], uint32_t address) { load(to, address, false); }
+
+template <typename T>
+uint32_t pack(float low, float high) {
+    const T pair[2] = {from_float<T>(low), from_float<T>(high)};
+    uint32_t bits;
+    memcpy(&bits, pair, sizeof bits);
+    return bits;
+}
+
+}  // namespace decode
+}  // namespace offload
+
+OFFLOAD_API const char* offload_last_error(void) { return offload::last_error; }

@@ -1,0 +1,525 @@
+"""Decode attention: what is seen, every kind of score, odd sizes, splits, and bad arguments."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attention_machine
+import pytest
+import torch
+from accuracy import DTYPES, assert_accurate, assert_untouched, poisoned, widened
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from machines import MACHINES, device_of, needs_gpu
+from torch.nn import functional
+
+from offload.kernels import reference
+from offload.kernels.attention import DecodeAttention
+from offload.kernels.workspace import Workspace
+
+EXAMPLES = {"reference": 20, "host": 20, "cuda": 600}
+KERNELS = MACHINES[1:]
+
+
+def make(
+    machine: str,
+    *,
+    lengths: Sequence[int],
+    capacity: int,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 64,
+    kv_heads: int = 1,
+    group: int = 1,
+    starts: Sequence[int] | None = None,
+    slopes: bool = False,
+    sinks: bool = False,
+    query_pad: int = 0,
+    offset: int = 0,
+    spare: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of DecodeAttention, its output aside; every column that is not seen is NaN.
+
+    `query_pad`: elements between a head's query and the next; `offset`: of the caches from an
+    aligned address; `spare`: NaN columns between a head's last column and the next head.
+    """
+    torch.manual_seed(seed)
+    device = device_of(machine)
+    batch, heads = len(lengths), kv_heads * group
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    query = (random(batch, heads, head_dim + query_pad) * 1.5)[..., :head_dim]
+    length = torch.tensor(lengths, dtype=torch.int32, device=device)
+    start = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
+    options = {"length": length, "start": start, "scale": head_dim**-0.5, **options}
+    if slopes:
+        options["slopes"] = torch.rand(heads, device=device) * 0.5
+    if sinks:
+        options["sinks"] = torch.randn(heads, device=device) * 3
+    caches = []
+    for _ in range(2):
+        size = batch * kv_heads * (capacity + spare) * head_dim
+        buffer = random(size + offset)[offset:].view(batch, kv_heads, capacity + spare, head_dim)
+        hidden = ~seen(options, capacity + spare)
+        buffer.masked_fill_(hidden[:, None, :, None], math.nan)
+        caches.append(buffer[:, :, :capacity])
+    return {"query": query, "key_cache": caches[0], "value_cache": caches[1], **options}
+
+
+def seen(options: dict[str, Any], columns: int) -> torch.Tensor:
+    """Which columns each row sees, [batch, columns], said in another way than the reference's."""
+    rows = []
+    length = options["length"].tolist()
+    start = [0] * len(length) if options.get("start") is None else options["start"].tolist()
+    for first, end in zip(start, length, strict=True):
+        end = min(end, options.get("max_length") or columns)
+        if options.get("window"):
+            first = max(first, end - options["window"])
+        rows.append([first <= column < end for column in range(columns)])
+    return (
+        torch.tensor(rows, dtype=torch.bool).view(len(rows), columns).to(options["length"].device)
+    )
+
+
+def exactly(arguments: dict[str, Any]) -> torch.Tensor:
+    """The formula in float64, row by row, over the seen columns alone."""
+    a = widened(arguments)
+    query, key, value = a["query"], a["key_cache"], a["value_cache"]
+    group = query.shape[1] // key.shape[1]
+    visible = seen(a, key.shape[2])
+    out = torch.zeros_like(query)
+    for b in range(query.shape[0]):
+        columns = visible[b].nonzero()[:, 0]
+        if not len(columns):
+            continue
+        k = key[b, :, columns].repeat_interleave(group, 0)
+        v = value[b, :, columns].repeat_interleave(group, 0)
+        score = torch.einsum("hd,hcd->hc", query[b], k) * a["scale"]
+        if a.get("softcap"):
+            score = torch.tanh(score / a["softcap"]) * a["softcap"]
+        if a.get("slopes") is not None:
+            score = score + a["slopes"][:, None] * columns
+        if a.get("sinks") is not None:
+            score = torch.cat((score, a["sinks"][:, None]), 1)
+        weights = torch.softmax(score, 1)[:, : len(columns)]
+        out[b] = torch.einsum("hc,hcd->hd", weights, v)
+    return out
+
+
+def as_torch_rounds(arguments: dict[str, Any], exact: torch.Tensor) -> torch.Tensor:
+    """PyTorch's attention, the least accurate of a few that add in other orders.
+
+    Products of the dtype with float32 sums, weights rounded to it. One order alone may happen to
+    round well where there are few results.
+    """
+    few = arguments["query"].dtype == torch.float32 and exact.numel() < 4096
+    return max(
+        (_in_some_order(arguments, seed) for seed in range(16 if few else 1)),
+        key=lambda peer: (peer.double() - exact).abs().max().item() if peer.numel() else 0.0,
+    )
+
+
+def _in_some_order(arguments: dict[str, Any], seed: int) -> torch.Tensor:
+    dtype = arguments["query"].dtype
+    a = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    query, key, value = a["query"], a["key_cache"], a["value_cache"]
+    batch, kv_heads, capacity, head_dim = key.shape
+    generator = torch.Generator().manual_seed(seed)
+    element = torch.randperm(head_dim, generator=generator).to(query.device)
+    column = torch.randperm(capacity, generator=generator).to(query.device)
+    visible = seen(arguments, capacity)[:, None, None, column]
+    key, value = (torch.where(visible.mT, x[:, :, column], 0) for x in (key, value))
+    query = query.view(batch, kv_heads, -1, head_dim)
+    score = query[..., element] @ key[..., element].mT * a["scale"]
+    if a.get("softcap"):
+        score = torch.tanh(score / a["softcap"]) * a["softcap"]
+    if a.get("slopes") is not None:
+        score = score + a["slopes"].view(1, kv_heads, -1, 1) * column
+    score = score.masked_fill(~visible, -math.inf)
+    if a.get("sinks") is not None:
+        sinks = a["sinks"].view(1, kv_heads, -1, 1).expand(batch, -1, -1, 1)
+        score = torch.cat((score, sinks), -1)
+    weights = torch.softmax(score, -1)[..., :capacity]
+    weights = torch.where(visible, weights, 0).to(dtype).float()
+    return (weights @ value).view(arguments["query"].shape).to(dtype)
+
+
+def outputs(arguments: dict[str, Any], machine: str) -> torch.Tensor:
+    """The call's output, of which nothing was left as it was and beside which nothing changed."""
+    query = arguments["query"]
+    out, buffer = poisoned(*query.shape, dtype=query.dtype, device=query.device.type)
+    attention_machine.run({**arguments, "out": out}, machine)
+    assert_untouched(out, buffer)
+    return out
+
+
+def check(machine: str, arguments: dict[str, Any], what: str = "") -> None:
+    out = outputs(arguments, machine)
+    exact = exactly(arguments)
+    assert_accurate(out, as_torch_rounds(arguments, exact), exact, what)
+
+
+@st.composite
+def settings(draw: st.DrawFn, machine: str) -> dict[str, Any]:
+    large = machine == "cuda"
+    flag = st.booleans()
+    head_dim = draw(st.sampled_from([64, 128, 128, 80, 96, 256, 8, 112]) | st.integers(1, 512))
+    if not large and head_dim > 128 and draw(flag):
+        head_dim %= 100
+        head_dim += 1
+    groups = st.sampled_from([1, 1, 1, 2, 4, 7, 8, 9, 16, 17, 33, 48, 71])
+    group = draw(groups | st.integers(1, 100))
+    if not large:
+        group = min(group, 3000 // head_dim + 1)
+    kv_heads = draw(st.integers(1, 3))
+    most = 2000 if large else 200
+    capacity = draw(st.sampled_from([1, 63, 64, 65, 128, 129, most]) | st.integers(1, most))
+    batch = draw(st.sampled_from([1, 1, 2, 3, 5] + ([40, 140] if large else [])))
+    length = st.integers(0, capacity) | st.sampled_from([0, 1, capacity, capacity - 1])
+    lengths = [draw(length) for _ in range(min(batch, 5))]
+    starts = [draw(st.integers(0, n) | st.sampled_from([0, n, max(n - 1, 0)])) for n in lengths]
+    lengths, starts = (list(itertools.islice(itertools.cycle(x), batch)) for x in (lengths, starts))
+    return {
+        "lengths": lengths,
+        "starts": draw(st.sampled_from([None, starts])),
+        "capacity": capacity,
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "head_dim": head_dim,
+        "kv_heads": kv_heads,
+        "group": group,
+        "slopes": draw(flag),
+        "sinks": draw(flag),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 3.0, 50.0])),
+        "window": draw(st.sampled_from([0, 0, 0, 1, 5, 64, 100, 5000])),
+        "max_length": draw(st.sampled_from([None, None, max(capacity // 2, 1)])),
+        "query_pad": draw(st.sampled_from([0, 0, 8, 3])),
+        "offset": draw(st.sampled_from([0, 0, 0, 1, 2, 8])),
+        "spare": draw(st.sampled_from([0, 8, 3])),
+        "splits": draw(st.sampled_from([0, 0, 1, 2, 3, 7, 20, 1000])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_any_combination(machine: str) -> None:
+    @hypothesis_settings(max_examples=EXAMPLES[machine])
+    @given(s=settings(machine))
+    def one(s: dict[str, Any]) -> None:
+        check(machine, make(machine, **s), str(s))
+
+    one()
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "nothing to see": {"lengths": [0, 0], "capacity": 70, "sinks": True},
+    "one column": {"lengths": [1, 1], "capacity": 1},
+    "tile borders": {"lengths": [63, 64, 65, 127, 128, 129], "capacity": 129},
+    "start is length": {"lengths": [90, 64, 0], "starts": [90, 64, 0], "capacity": 90},
+    "start beyond length": {"lengths": [5, 64], "starts": [6, 2**31 - 1], "capacity": 90},
+    "negative": {"lengths": [-5, -(2**31)], "starts": [-1, -(2**31)], "capacity": 66, "window": 7},
+    "start within": {"lengths": [90, 70, 65], "starts": [1, 69, 64], "capacity": 90},
+    "window below a tile": {"lengths": [130, 64, 5, 0], "capacity": 130, "window": 9},
+    "window of one": {"lengths": [130, 64, 5, 0], "capacity": 130, "window": 1},
+    "window above length": {"lengths": [130, 64, 5], "capacity": 130, "window": 2**31 - 1},
+    "window and start": {"lengths": [130, 100], "starts": [125, 3], "capacity": 130, "window": 64},
+    "length beyond capacity": {"lengths": [1000, 2**31 - 1], "capacity": 100, "window": 30},
+    "large slopes": {"lengths": [200], "capacity": 200, "group": 8, "slopes": True, "sinks": True},
+    "odd head": {"lengths": [70, 3], "capacity": 70, "head_dim": 33, "group": 3},
+    "even head": {"lengths": [70, 3], "capacity": 70, "head_dim": 50, "group": 3},
+    "one element": {"lengths": [70, 3], "capacity": 70, "head_dim": 1},
+    "head of 512": {"lengths": [40], "capacity": 40, "head_dim": 512, "group": 2},
+    "head of 256": {"lengths": [70], "capacity": 70, "head_dim": 256, "group": 5},
+    "uncommon multiple of 8": {"lengths": [70, 64], "capacity": 70, "head_dim": 72, "group": 2},
+    "Falcon's 71 queries": {"lengths": [70, 100], "capacity": 100, "group": 71},
+    "130 queries": {"lengths": [70], "capacity": 70, "group": 130, "splits": 3},
+    "whole items": {"lengths": [64] * 9, "capacity": 64, "kv_heads": 2, "splits": 6},
+    "many parts": {"lengths": [700], "capacity": 700, "group": 48, "splits": 11},
+    "more parts": {"lengths": [0, 2400, 0], "capacity": 2400, "head_dim": 8, "splits": 39},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_named(machine: str, name: str, dtype: torch.dtype) -> None:
+    check(machine, make(machine, dtype=dtype, **NAMED[name]))
+
+
+@pytest.mark.parametrize("machine", KERNELS)
+def test_more_rows_than_threads(machine: str) -> None:
+    """The shares of a batch in which a thread of a CTA looks at several rows."""
+    lengths = [i * 7 % 40 if i % 3 else 0 for i in range(131)]
+    check(machine, make(machine, lengths=lengths, capacity=40, kv_heads=2, head_dim=16, splits=3))
+
+
+@pytest.mark.parametrize("group", [1, 5, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("machine", KERNELS)
+def test_repeats_and_splits(machine: str, dtype: torch.dtype, group: int) -> None:
+    """Bit for bit the same again, whichever CTA comes last, and nearly so with any split."""
+    sizes: dict[str, Any] = {"lengths": [150, 7, 90], "capacity": 150, "dtype": dtype}
+    arguments = make(machine, group=group, **sizes)
+    exact = exactly(arguments)
+    peer = as_torch_rounds(arguments, exact)
+    for splits in (1, 5) if machine == "host" else (1, 2, 5, 8, 100):
+        first, again = (outputs({**arguments, "splits": splits}, machine) for _ in range(2))
+        assert torch.equal(first, again)
+        assert_accurate(first, peer, exact, f"{splits} splits")
+
+
+@pytest.mark.parametrize("machine", KERNELS)
+def test_queries_between_others(machine: str) -> None:
+    """A view of QKV products, and caches whose rows and heads are swapped in memory."""
+    a = make(machine, lengths=[40, 33, 65], capacity=65, head_dim=40, kv_heads=2, group=3)
+    rows = torch.randn(3, 5, 14, 40, device=a["query"].device).to(torch.bfloat16)
+    a["query"] = rows[:, 2, 1:7]
+    for name in ("key_cache", "value_cache"):
+        a[name] = a[name].transpose(0, 1).contiguous().transpose(0, 1)
+    check(machine, a)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_nan_and_infinity_that_are_seen(machine: str) -> None:
+    """They reach the heads that see them, and no others."""
+    a = make(machine, lengths=[20, 20, 20], capacity=20, kv_heads=2, group=2)
+    a["key_cache"][0, 1, 5] = math.nan
+    a["value_cache"][1, 0, 19, 3] = math.inf
+    out = outputs_with_nan(a, machine)
+    assert torch.isnan(out[0, 2:]).all() and torch.isfinite(out[0, :2]).all()
+    assert (out[1, :2, 3] == math.inf).all() and torch.isfinite(out[1, 2:]).all()
+    assert torch.isfinite(out[2]).all()
+
+
+def outputs_with_nan(arguments: dict[str, Any], machine: str) -> torch.Tensor:
+    out = torch.full_like(arguments["query"], 7.0)
+    attention_machine.run({**arguments, "out": out}, machine)
+    return out
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_rows(machine: str) -> None:
+    assert outputs(make(machine, lengths=[], capacity=5), machine).shape == (0, 1, 64)
+
+
+@pytest.mark.parametrize("causal_start", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reference_is_sdpa(dtype: torch.dtype, causal_start: bool) -> None:
+    """What transformers models compute: SDPA with a mask, the groups' keys and values repeated."""
+    starts = [3, 0, 60] if causal_start else None
+    a = make("reference", lengths=[50, 1, 61], starts=starts, capacity=61, kv_heads=2, group=3)
+    query, key, value = (
+        torch.nan_to_num(a[name].to(dtype)) for name in ("query", "key_cache", "value_cache")
+    )
+    mask = seen(a, 61)[:, None, None]
+    theirs = functional.scaled_dot_product_attention(
+        query[:, :, None], key, value, attn_mask=mask, enable_gqa=True
+    )[:, :, 0]
+    options = {name: a[name] for name in ("length", "start", "scale")}
+    ours = reference.decode_attention(query, key, value, **options)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_reference_is_the_formula(slopes: bool, sinks: bool, softcap: float) -> None:
+    a = make(
+        "reference",
+        lengths=[50, 0, 61],
+        starts=[7, 0, 0],
+        capacity=61,
+        group=3,
+        slopes=slopes,
+        sinks=sinks,
+        softcap=softcap,
+        window=40,
+    )
+    ours = reference.decode_attention(**widened(a))
+    torch.testing.assert_close(ours, exactly(a), rtol=1e-12, atol=1e-12)
+
+
+def test_reference_keeps_its_digits_far_out() -> None:
+    """ALiBi's terms of thousands cancel before they are rounded."""
+    a = make("reference", lengths=[30000], capacity=30000, dtype=torch.float32, slopes=True)
+    a["slopes"] += 0.25
+    ours = reference.decode_attention(**a)
+    torch.testing.assert_close(ours.double(), exactly(a), rtol=1e-4, atol=1e-5)
+
+
+class TestOnTheGpu:
+    """What only a GPU can show."""
+
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (71, 1), (9, 3)])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_long(self, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+        sizes: dict[str, Any] = {"capacity": 32768, "dtype": dtype, "kv_heads": heads[1]}
+        sizes |= {"group": heads[0] // heads[1], "head_dim": 64 if heads[1] < 8 else 128}
+        check("cuda", make("cuda", lengths=[32768], **sizes))
+        check("cuda", make("cuda", lengths=[32767, 0, 5], starts=[9, 0, 1], slopes=True, **sizes))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_many_rows(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(0, 97, (4096,), generator=generator).tolist()
+        check("cuda", make("cuda", lengths=lengths, capacity=96, dtype=dtype, kv_heads=2, group=4))
+
+    def test_repeats(self) -> None:
+        """Many times over, with parts of an item in many CTAs: the last one varies."""
+        a = make("cuda", lengths=[9000, 30, 4000], capacity=9000, kv_heads=2, group=8, head_dim=128)
+        out = torch.empty_like(a["query"])
+        call = DecodeAttention(**a, out=out)
+        stream = torch.cuda.current_stream().cuda_stream
+        call.launch(stream)
+        first = out.clone()
+        for _ in range(300):
+            out.fill_(math.nan)
+            call.launch(stream)
+            assert torch.equal(out, first)
+        exact = exactly(a)
+        assert_accurate(first, as_torch_rounds(a, exact), exact)
+
+    @pytest.mark.parametrize("group", [1, 8])
+    def test_graph_follows_lengths(self, group: int) -> None:
+        capacity = 1500
+        a = make("cuda", lengths=[capacity] * 4, capacity=capacity, kv_heads=4, group=group)
+        a["start"] = torch.zeros_like(a["length"])
+        out = torch.empty_like(a["query"])
+        call = DecodeAttention(**a, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.launch(torch.cuda.current_stream().cuda_stream)
+        for lengths, starts in (
+            ([1, 2, 3, 4], [0, 0, 0, 0]),
+            ([1500, 0, 700, 64], [3, 0, 699, 0]),
+            ([1500, 1500, 1500, 1500], [0, 1, 2, 3]),
+            ([0, 0, 0, 0], [0, 0, 0, 0]),
+            ([0, 0, 1499, 0], [0, 0, 0, 0]),
+        ):
+            a["length"].copy_(torch.tensor(lengths))
+            a["start"].copy_(torch.tensor(starts))
+            out.fill_(math.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            exact = exactly(a)
+            assert_accurate(out, as_torch_rounds(a, exact), exact, f"{lengths} from {starts}")
+
+    def test_launched_early(self) -> None:
+        """Each reads what the one before wrote, in one workspace."""
+        a = make("cuda", lengths=[2000, 3, 900], capacity=2000, kv_heads=2, group=4)
+        workspace = Workspace("cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        results = []
+        for early in (False, True):
+            queries = [a["query"], *(torch.empty_like(a["query"]) for _ in range(8))]
+            calls = [
+                DecodeAttention(
+                    **{**a, "query": before}, out=after, workspace=workspace, early=early and i > 0
+                )
+                for i, (before, after) in enumerate(itertools.pairwise(queries))
+            ]
+            for _ in range(20):
+                for call in calls:
+                    call.launch(stream)
+            torch.cuda.synchronize()
+            results.append(queries[-1])
+        assert torch.equal(*results)
+
+    def test_caches_beyond_two_to_the_31(self) -> None:
+        """The last rows of caches of more elements than an int32 counts."""
+        batch, kv_heads, capacity, head_dim = 9, 16, 131072, 128
+        if torch.cuda.mem_get_info()[0] < 14e9:
+            pytest.skip("needs 14 GB of GPU memory")
+        shape = (batch, kv_heads, capacity, head_dim)
+        both = torch.empty(2, *shape, dtype=torch.bfloat16, device="cuda")
+        both[:, -1, :, -700:] = torch.randn(2, kv_heads, 700, head_dim).to(both)
+        length = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        length[-1] = capacity
+        query = torch.randn(batch, 2 * kv_heads, head_dim).to(both)
+        out = torch.full_like(query, math.nan)
+        options: dict[str, Any] = {"scale": 0.1, "window": 700}
+        call = DecodeAttention(query, both[0], both[1], out, length=length, **options)
+        call.launch(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        assert not out[:-1].any()
+        end = {"key_cache": both[0, -1:, :, -700:], "value_cache": both[1, -1:, :, -700:]}
+        a = {"query": query[-1:], **end, "length": length[-1:] * 0 + 700, **options}
+        exact = exactly(a)
+        assert_accurate(out[-1:], as_torch_rounds(a, exact), exact)
+
+
+def good() -> dict[str, Any]:
+    return {
+        "query": torch.zeros(2, 4, 8),
+        "key_cache": torch.zeros(2, 2, 6, 8),
+        "value_cache": torch.zeros(2, 2, 6, 8),
+        "out": torch.zeros(2, 4, 8),
+        "length": torch.zeros(2, dtype=torch.int32),
+        "scale": 1.0,
+    }
+
+
+CACHE = torch.zeros(2, 2, 6, 8)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "query": ({"query": None}, "query must be a tensor, not NoneType"),
+    "query shape": ({"query": torch.zeros(2, 4)}, r"\[batch, heads, head_dim\], not \[2, 4\]"),
+    "dtype": ({"query": torch.zeros(2, 4, 8).double()}, "float64 is not supported"),
+    "mixed": ({"key_cache": CACHE.half()}, "key_cache must be torch.float32, not torch.float16"),
+    "no cache": ({"key_cache": None}, "key_cache must be a tensor .* not None"),
+    "cache rows": ({"key_cache": CACHE[:1]}, r"key_cache must have shape \[2, 2, 6, 8\]"),
+    "value": ({"value_cache": CACHE[:, :, :5]}, r"value_cache must have shape \[2, 2, 6, 8\]"),
+    "columns": ({"key_cache": torch.zeros(2, 2, 8, 6).mT}, "must be contiguous"),
+    "gaps": ({"key_cache": torch.zeros(2, 2, 12, 8)[:, :, ::2]}, "columns of key_cache must lie"),
+    "strides": ({"value_cache": torch.zeros(2, 2, 9, 8)[:, :, :6]}, "must have equal strides"),
+    "no columns": (
+        {"key_cache": CACHE[:, :, :0], "value_cache": CACHE[:, :, :0]},
+        "key_cache has no columns",
+    ),
+    "groups": ({"key_cache": torch.zeros(2, 3, 6, 8)}, "4 query heads .* multiple of 3 KV heads"),
+    "out": ({"out": torch.zeros(2, 8, 4).mT}, "out must be contiguous"),
+    "out shape": ({"out": torch.zeros(2, 4, 9)}, r"out must have shape \[2, 4, 8\]"),
+    "length dtype": ({"length": torch.zeros(2, dtype=torch.int64)}, "length must be torch.int32"),
+    "length shape": (
+        {"length": torch.zeros(1, dtype=torch.int32)},
+        r"length must have shape \[2\]",
+    ),
+    "start": ({"start": torch.zeros(3, dtype=torch.int32)}, r"start must have shape \[2\]"),
+    "slopes": ({"slopes": torch.zeros(2)}, r"slopes must have shape \[4\]"),
+    "slopes dtype": ({"slopes": torch.zeros(4).half()}, "slopes must be torch.float32"),
+    "sinks": ({"sinks": torch.zeros(4, 1)}, r"sinks must have shape \[4\]"),
+    "softcap": ({"softcap": -1.0}, "softcap must be 0 .* or more, not -1.0"),
+    "softcap NaN": ({"softcap": math.nan}, "softcap must be 0 .* or more, not nan"),
+    "window": ({"window": -1}, "window must be 0 .* or more, not -1"),
+    "max_length": ({"max_length": 7}, "max_length must be 1 to the caches' capacity of 6, not 7"),
+    "max_length 0": ({"max_length": 0}, "max_length must be 1 to .* not 0"),
+    "splits": ({"splits": 1025}, "splits must be 0 to 1024, not 1025"),
+    "workspace": ({"workspace": Workspace("meta")}, "workspace must be on cpu, not on meta"),
+    "device": (
+        {"length": torch.zeros(2, dtype=torch.int32, device="meta")},
+        "length must be on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    changes, message = WRONG[name]
+    DecodeAttention(**good())
+    with pytest.raises((ValueError, TypeError), match=message):
+        DecodeAttention(**(good() | changes))
+
+
+def test_head_too_large() -> None:
+    large = torch.zeros(1, 1, 513)
+    cache = torch.zeros(1, 1, 2, 513)
+    length = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="head_dim must be at most 512, not 513"):
+        DecodeAttention(large, cache, cache, large.clone(), length=length, scale=1.0)
