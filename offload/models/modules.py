@@ -4,7 +4,7 @@ tensors are tied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offload.errors import UnsupportedError
+
+# Of a model that declares no blocks, lists of modules below this share of the largest list's stay.
+_SMALL = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +45,61 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The model's blocks by name, in the order of the model: what moves at once.
 
     A block is a child of a ModuleList whose children are all of classes that the model declares
-    indivisible (`_no_split_modules`); a model that declares none is searched for its largest list
-    of equal children.
+    indivisible (`_no_split_modules`); in a model that declares none, of a list of equal modules.
+    A block that stands in several places has the name of the first.
     """
     declared = set(_no_split(model))
-    lists = [
-        (name, module)
+    lists = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) > 0
-    ]
-    chosen = [
-        (name, module)
-        for name, module in lists
-        if all(type(child).__name__ in declared for child in module)
-    ]
-    if not chosen:
-        equal = [
-            (n, m)
-            for n, m in lists
-            if len(m) > 1
-            and len({type(c) for c in m}) == 1
-            and not isinstance(m[0], (nn.ModuleList, nn.ModuleDict))  # nobody calls these
-        ]
-        chosen = sorted(equal, key=lambda item: -_size(item[1]))[:1]
-    outermost = [
-        (name, module)
-        for name, module in chosen
-        if not any(name.startswith(f"{other}.") for other, _ in chosen if other != name)
-    ]
-    layers = {f"{name}.{i}": child for name, module in outermost for i, child in enumerate(module)}
+    }
+    chosen = _outermost(
+        {n: m for n, m in lists.items() if all(type(child).__name__ in declared for child in m)}
+    )
+    layers = {
+        f"{name}.{i}": child
+        for name, module in (chosen or _look_like_blocks(lists)).items()
+        for i, child in enumerate(module)
+    }
     if not layers:
         raise UnsupportedError(
             f"{type(model).__name__} has no list of transformer blocks to stream: it declares no "
             "`_no_split_modules` and has no ModuleList of equal modules"
         )
-    if len({id(m) for m in layers.values()}) != len(layers):
-        raise UnsupportedError(
-            f"{type(model).__name__} runs one block several times (shared layers); such a model is "
-            "small enough to stay resident"
-        )
-    return layers
+    first = {id(module): name for name, module in reversed(layers.items())}
+    return {name: module for name, module in layers.items() if first[id(module)] == name}
+
+
+def _look_like_blocks(lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
+    """The outermost lists of equal modules, but for those of small ones beside others' blocks."""
+    equal = {
+        name: module
+        for name, module in lists.items()
+        if len({type(child) for child in module}) == 1
+        and not isinstance(module[0], (nn.ModuleList, nn.ModuleDict))  # nobody calls these
+    }
+    # Where blocks are made of modules, a list of bare ones holds heads or embeddings.
+    equal = {n: m for n, m in equal.items() if any(True for _ in m[0].children())} or equal
+    longer = [name for name, module in equal.items() if len(module) > 1]
+    found = _outermost(
+        {
+            name: module
+            for name, module in equal.items()
+            if len(module) > 1 or not any(other.startswith(f"{name}.") for other in longer)
+        }
+    )
+    size = {name: sum(map(_size, module)) / len(module) for name, module in found.items()}
+    least = max(size.values(), default=0) * _SMALL
+    return {name: module for name, module in found.items() if size[name] >= least > 0}
+
+
+def _outermost(lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
+    return {
+        name: module
+        for name, module in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists)
+    }
 
 
 def _no_split(model: PreTrainedModel) -> Iterator[str]:

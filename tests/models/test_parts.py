@@ -180,9 +180,9 @@ def test_an_embedding_moves_with_all_who_use_it(name: str, module: str, users: l
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(width, width)
 
 
 class Small(PreTrainedModel):
@@ -199,16 +199,42 @@ def test_a_model_that_declares_no_blocks() -> None:
     assert list(find_layers(model)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_of_several_lists_the_largest_is_streamed() -> None:
+def test_all_lists_of_blocks_are_streamed() -> None:
+    """Encoder and decoder of FSMT and LED, attentions and feed-forwards of XLM."""
     model = Small(nn.ModuleList([Block(), Block()]))
-    model.heads = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+    model.decoder = Small(nn.ModuleList([Block(), Block(), Block()]))
+    expected = ["blocks.0", "blocks.1", *(f"decoder.blocks.{i}" for i in range(3))]
+    assert list(find_layers(model)) == expected
+
+
+def test_lists_beside_the_blocks_stay() -> None:
+    model = Small(nn.ModuleList([Block(width=20), Block(width=20)]))
+    model.heads = nn.ModuleList([nn.Linear(20, 20) for _ in range(5)])
+    model.gates = nn.ModuleList([Block(width=5), Block(width=5)])
     assert list(find_layers(model)) == ["blocks.0", "blocks.1"]
+
+
+def test_bare_modules_are_layers_where_there_is_nothing_else() -> None:
+    model = Small(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    assert list(find_layers(model)) == ["blocks.0", "blocks.1"]
+    with pytest.raises(UnsupportedError, match="has no list of transformer blocks"):
+        find_layers(Small(nn.ModuleList([nn.ReLU(), nn.ReLU()])))
+
+
+def test_a_list_of_one_is_a_layer_unless_it_holds_the_list() -> None:
+    """ALBERT runs its one group many times; a wrapper around all blocks would be one layer."""
+    assert list(find_layers(Small(nn.ModuleList([Block()])))) == ["blocks.0"]
+    wrapper = Small(nn.ModuleList([Block(), Block()]))
+    names = ["blocks.0.blocks.0", "blocks.0.blocks.1"]
+    assert list(find_layers(Small(nn.ModuleList([wrapper])))) == names
 
 
 def test_a_list_of_lists_is_not_a_list_of_blocks() -> None:
     """Nobody calls a list, so nothing would bring its weights; Funnel is made this way."""
     lists = [nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block(), Block()])]
     assert list(find_layers(Small(nn.ModuleList(lists)))) == [
+        "blocks.0.0",
+        "blocks.0.1",
         "blocks.1.0",
         "blocks.1.1",
         "blocks.1.2",
@@ -235,10 +261,12 @@ def test_a_model_without_blocks() -> None:
         find_layers(Small(nn.Linear(4, 4)))
 
 
-def test_one_block_run_several_times() -> None:
-    block = Block()
-    with pytest.raises(UnsupportedError, match=r"one block several times"):
-        find_layers(Small(nn.ModuleList([block, block])))
+def test_one_block_run_several_times_is_one_layer() -> None:
+    block, other = Block(), Block()
+    model = Small(nn.ModuleList([block, other, block]))
+    assert find_layers(model) == {"blocks.0": block, "blocks.1": other}
+    parts = take_apart(model)
+    assert [p.layer.name for p in parts.layers] == ["blocks.0", "blocks.1"]
 
 
 def test_a_weight_that_two_layers_share_stays_outside() -> None:
