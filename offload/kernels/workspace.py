@@ -15,6 +15,8 @@ class Workspace:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._partials = torch.empty(0, dtype=torch.float32, device=self.device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=self.device)
 
