@@ -37,14 +37,31 @@ inline uint32_t shuffle(uint32_t x, int lane) {
     return side[current / 32 * 32 + lane];
 }
 
+// One block after another, from the last to the first where HOST_BLOCKS=backwards: which block is
+// the last to finish a tile then changes.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_gemm(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                         Arguments... arguments) {
-    if (config->dynamicSmemBytes > 232448 || config->blockDim.x % 32)
+    const dim3 grid = config->gridDim, block = config->blockDim;
+    if (config->dynamicSmemBytes > 232448 || block.x % 32 || block.x > 1024 || !grid.x ||
+        grid.x > INT32_MAX)
         return cudaErrorInvalidConfiguration;
     shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
     ++launches;
-    return host_launch(config, kernel, arguments...);
+    const char* order = getenv("HOST_BLOCKS");
+    const bool backwards = order && !strcmp(order, "backwards");
+    unsigned index = 0;
+    auto call = [&] {
+        blockIdx.x = index;
+        kernel(arguments...);
+    };
+    body = [](void* f) { (*static_cast<decltype(call)*>(f))(); };
+    body_arguments = &call;
+    for (unsigned i = 0; i < grid.x; ++i) {
+        index = backwards ? grid.x - 1 - i : i;
+        run_grid(dim3(1), block);
+    }
+    return cudaSuccess;
 }
 
 }  // namespace host_cuda

@@ -1,0 +1,178 @@
+"""The table of measured products: what it keeps, what it ignores, and how it picks."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.kernels import tuning
+from offload.kernels.tuning import Choice, Key, Table
+
+KEY = Key("bfloat16", 5120, 20480, 4, False, True, False, True, True)
+OTHER = Key("float16", 64, 32, 1, True, False, True, False, False)
+CUBLAS, OWN = Choice("cublas"), Choice("own", 1)
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "offload" / "kernels.json"
+
+
+@pytest.fixture
+def one_table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    table = Table("a GPU")
+    monkeypatch.setattr(tuning, "table", lambda device: table)
+    return table
+
+
+def test_what_is_kept_is_there_in_the_next_process(file: Path) -> None:
+    assert not file.exists()
+    choice = Choice("own", 3, 4, 12.5, 14.0)
+    Table("a GPU").keep(KEY, choice)
+    again = Table("a GPU")
+    assert again.get(KEY) == choice and again.get(OTHER) is None
+    assert Table("another GPU").get(KEY) is None
+    assert [path.name for path in file.parent.iterdir()] == ["kernels.json"]
+
+
+def test_two_processes_do_not_lose_each_others_entries() -> None:
+    one, two, other = Table("a GPU"), Table("a GPU"), Table("another GPU")
+    one.keep(KEY, OWN)
+    two.keep(OTHER, CUBLAS)
+    other.keep(KEY, CUBLAS)
+    again = Table("a GPU")
+    assert again.get(KEY) == OWN and again.get(OTHER) == CUBLAS
+    assert Table("another GPU").get(KEY) == CUBLAS
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"x"', "null", "\x00"])
+def test_a_damaged_file_is_said_and_written_anew(file: Path, text: str) -> None:
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.warns(UserWarning, match=r"kernels\.json"):
+        table = Table("a GPU")
+    assert table.get(KEY) is None
+    table.keep(KEY, OWN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Table("a GPU").get(KEY) == OWN
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        [],
+        {"way": "magic"},
+        {"way": "own", "variant": -1},
+        {"way": "own", "variant": "2"},
+        {"way": "own", "splits": True},
+        {"way": "own", "us": "fast"},
+    ],
+)
+def test_entries_that_make_no_sense_are_left_out(file: Path, entry: Any) -> None:
+    file.parent.mkdir()
+    good = {"way": "cublas", "something": "newer"}
+    file.write_text(json.dumps({"a GPU": {str(KEY): entry, str(OTHER): good}, "another": 3}))
+    with pytest.warns(UserWarning, match="1 entries of .* make no sense"):
+        table = Table("a GPU")
+    assert table.get(KEY) is None and table.get(OTHER) == CUBLAS
+
+
+def test_a_file_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        table = Table("a GPU")
+    with pytest.warns(UserWarning, match="are not kept"):
+        table.keep(KEY, OWN)
+    assert table.get(KEY) == OWN
+
+
+def test_keys_differ_in_every_field() -> None:
+    fields = vars(KEY)
+    texts = {str(KEY)}
+    for name, value in fields.items():
+        changed = not value if isinstance(value, bool) else "x" if name == "dtype" else value + 1
+        texts.add(str(Key(**{**fields, name: changed})))
+    assert len(texts) == len(fields) + 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "most"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16)]
+)
+def test_buckets(rows: int, most: int) -> None:
+    assert tuning.bucket(rows) == most
+
+
+def test_no_bucket_beyond_the_kernels_rows() -> None:
+    with pytest.raises(ValueError, match="at most 16, not 17"):
+        tuning.bucket(17)
+
+
+def test_the_quickest_is_picked_once_and_kept(one_table: Table) -> None:
+    times = {CUBLAS: 10.0, OWN: 8.0, Choice("own", 2): 9.0, Choice("own", 1, 4): 7.0}
+    asked: list[Choice] = []
+
+    def measure(choice: Choice) -> float:
+        asked.append(choice)
+        return times.get(choice, 11.0)
+
+    def refine(choice: Choice) -> tuple[Choice, ...]:
+        return (Choice("own", choice.variant, 4),) if choice.way == "own" else ()
+
+    def candidates() -> tuple[Choice, ...]:
+        return CUBLAS, OWN, Choice("own", 2)
+
+    chosen = tuning.pick(KEY, DEVICE, candidates, measure, refine)
+    assert chosen == Choice("own", 1, 4, 7.0, 10.0)
+    assert len(asked) == 5
+    assert tuning.pick(KEY, DEVICE, candidates, measure, refine) == chosen
+    assert len(asked) == 5
+    assert Table("a GPU").get(KEY) == chosen
+    assert one_table.won() == (1, 1)
+    assert "1 of 1 measured products (100%)" in str(one_table)
+
+
+def test_what_fails_is_left_out(one_table: Table) -> None:
+    def measure(choice: Choice) -> float:
+        if choice.way == "own":
+            raise RuntimeError("no such kernel")
+        return 5.0
+
+    assert tuning.pick(KEY, DEVICE, lambda: (OWN, CUBLAS), measure).way == "cublas"
+    assert one_table.won() == (0, 1)
+    with pytest.raises(RuntimeError, match=r"float16 N64 K32.*no such kernel"):
+        tuning.pick(OTHER, DEVICE, lambda: (OWN,), measure)
+
+
+def test_no_room_to_measure_is_not_kept(one_table: Table) -> None:
+    def measure(choice: Choice) -> float:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tuning.pick(KEY, DEVICE, lambda: (OWN, CUBLAS), measure)
+    assert one_table.won() == (0, 0)
+    assert str(one_table).startswith("0 of 0 measured products run")
+
+
+def test_the_build_has_a_name(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    assert tuning.build_id(library) == "none"
+    tuning.build_id.cache_clear()
+    library.write_bytes(b"one")
+    one = tuning.build_id(library)
+    tuning.build_id.cache_clear()
+    library.write_bytes(b"two")
+    assert len(one) == 16 and tuning.build_id(library) not in (one, "none")
+    tuning.build_id.cache_clear()
