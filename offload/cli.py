@@ -87,6 +87,7 @@ def _one_line(error: Exception) -> str:
 def _plain_messages() -> None:
     """Warnings and log records are for people here: no file names, no line numbers."""
     logging.basicConfig(format="offload: %(message)s")
+    logging.getLogger("offload.store.pack").setLevel(logging.INFO)  # it may take minutes
 
     def show(
         message: Warning | str,

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -168,6 +169,23 @@ def test_manifest_and_progress(tmp_path: Path) -> None:
     assert manifest["files"] == sizes and len(sizes) == 3
     each = 3000 * 4 + 35 * 2
     assert steps == [(str(pack.folder), i * each, 3 * each) for i in (1, 2, 3)]
+
+
+def test_the_log_is_told_every_few_seconds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(key: str) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "offload.store.pack"):
+            Pack(tmp_path, key).write(layers(3))
+        return [record.getMessage() for record in caplog.records]
+
+    monkeypatch.setattr("offload.store.pack.SAY_EVERY", 1e9)
+    [started] = said("quick")
+    assert re.fullmatch(rf"packing [\d.]+ KiB into {tmp_path}/quick", started)
+    monkeypatch.setattr("offload.store.pack.SAY_EVERY", 0.0)
+    assert said("slow")[1:] == [f"packed {part} KiB of 35.36 KiB" for part in (11.79, 23.57, 35.36)]
+    assert said("slow") == []  # nothing was written
 
 
 # ---- what is there already ----------------------------------------------------------------------

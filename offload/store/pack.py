@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,12 +25,16 @@ import torch
 from offload.checkpoint import safetensors_header
 from offload.checkpoint.lazy import Expression, Pieces
 from offload.errors import OffloadError
+from offload.sizes import format_size
 from offload.store.chunk_writer import ChunkWriter
 from offload.store.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
 from offload.store.layout import Layer, TensorPlace
 from offload.store.reads import SECTOR
 
+_log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
+SAY_EVERY = 5.0  # seconds, while a pack is written
 _LIVE = "live-"
 _HOLDER = "holder.lock"
 _VERSION = 1
@@ -59,7 +65,9 @@ class Pack:
         kept.
 
         Needed and free bytes are checked first. At most one tensor is in memory at a time. Several
-        processes may do this at once: one writes, the others wait and read.
+        processes may do this at once: one writes, the others wait and read. `progress` is called
+        after every file with the folder, the bytes there and those that there will be; where there
+        is none, the log is told every few seconds.
         """
         jobs = [
             (self.folder / f"layer-{i:05d}.safetensors", needs_pack(x))
@@ -75,15 +83,16 @@ class Pack:
             if missing:
                 needed = sum(p.nbytes + SECTOR for _, places in missing for p in places)
                 check_folder(self.folder, needed)
+                _log.info("packing %s into %s", format_size(needed), self.folder)
                 (self.folder / MANIFEST).unlink(missing_ok=True)
             done = total - sum(p.nbytes for _, places in missing for p in places)
             if missing:
+                progress = progress or _Log()
                 with ChunkWriter() as writer:
                     for file, places in missing:
                         _write_file(file, places, writer)
                         done += sum(p.nbytes for p in places)
-                        if progress is not None:
-                            progress(str(self.folder), done, total)
+                        progress(str(self.folder), done, total)
             if missing or not (self.folder / MANIFEST).exists():
                 self._write_manifest([file for file, _ in jobs])
         return {
@@ -118,6 +127,18 @@ class Pack:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._held = os.open(self.folder / _HOLDER, flags, 0o666)
         fcntl.flock(self._held, fcntl.LOCK_EX)
+
+
+class _Log:
+    """Progress that goes to the log, not too often."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + SAY_EVERY
+
+    def __call__(self, folder: str, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            _log.info("packed %s of %s", format_size(done), format_size(total))
+            self._next = time.monotonic() + SAY_EVERY
 
 
 def live_pack(folder: str | os.PathLike[str]) -> Pack:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,22 @@ def test_sampling_follows_the_seed_and_temperature(program: Any, chat_model: Pat
     assert sample("--seed", 4) == sample("--seed", 4) == expected + "\n"
     assert sample("--seed", 5) != sample("--seed", 4)
     assert sample("--seed", 5, "--temperature", 1e-4) == plain(chat_model, PROMPT) + "\n"
+
+
+def test_packing_is_told(
+    program: Any, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.store.pack.SAY_EVERY", 0.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own, in place of a shell's
+    pack = logging.getLogger("offload.store.pack")
+    monkeypatch.setattr(pack, "level", pack.level)
+    done = program(
+        "run", chat_model, "--prompt", PROMPT, "--max-new-tokens", 1, "--device-map", "nvme",
+        "--dtype", "float16", "--offload-folder", tmp_path, "--json",
+    )  # fmt: skip
+    assert done.code == 0 and json.loads(done.out)
+    assert re.search(rf"^offload: packing .* into {tmp_path}/", done.err, re.MULTILINE)
+    assert len(re.findall(r"^offload: packed .* KiB of .* KiB$", done.err, re.MULTILINE)) == 3
 
 
 def test_limits_reach_the_plan(program: Any, chat_model: Path) -> None:
