@@ -1,7 +1,7 @@
 // Stands for async_copy.cuh where kernels run on the host. Copies are done either when they are
-// asked for, which shows a stage that is filled while it is read, or when they are waited for, which
-// shows one that is read before it is full; the environment variable HOST_COPIES=late picks the
-// second.
+// asked for, which shows a stage that is filled while it is read, or when they are waited for,
+// which shows one that is read before it is full; the environment variable HOST_COPIES=late picks
+// the second.
 #pragma once
 #include <stdlib.h>
 
@@ -56,8 +56,9 @@ inline uint32_t shared_address(const void* p) {
 inline uint64_t evict_first_policy() { return 1; }
 
 inline HostCopy host_copy(uint32_t to, const void* from, uint32_t bytes) {
-    host_cuda::require(to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0,
-                       "a copy that is not aligned");
+    host_cuda::require(
+        to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0,
+        "a copy that is not aligned");
     host_cuda::require(to + bytes <= host_cuda::shared_bytes, "a copy beyond shared memory");
     return {host_cuda::shared_memory + to, from, bytes};
 }
@@ -115,7 +116,8 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     HostBarrier& b = host_barriers[barrier];
     host_cuda::require(b.phase >= 0, "a barrier that was not initialised");
-    // Phase p is over when p + 1 has begun; waiting for the parity of the one before returns at once.
+    // Phase p is over when p + 1 has begun; waiting for the parity of the one before returns at
+    // once.
     while (b.phase % 2 == static_cast<int>(parity)) host_cuda::change_over();
     for (const HostCopy& copy : b.copies) copy.run();
     b.copies.clear();

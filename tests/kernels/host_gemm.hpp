@@ -1,10 +1,10 @@
 // What skinny_gemm.cu needs of a GPU beyond host_cuda.hpp: dynamic shared memory, poisoned before
 // each block, and a few intrinsics. Force-included before it.
 #pragma once
-#include "host_cuda.hpp"
-
 #include <stdio.h>
 #include <stdlib.h>
+
+#include "host_cuda.hpp"
 
 namespace host_cuda {
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_gemm
 import torch
 from accuracy import DTYPES
 from machines import needs_gpu
+from products import allowed_error, exact_product, make
 
 from offload.kernels import Norm, linear, reference, tuning
 from offload.kernels.call import current_stream
@@ -54,13 +54,13 @@ def result(call: Any, a: dict[str, Any], before: torch.Tensor) -> torch.Tensor:
 def assert_close(found: torch.Tensor, a: dict[str, Any], exact: torch.Tensor) -> None:
     """As PyTorch's own, which rounds as often."""
     error = (found.double() - exact).abs().max().item()
-    assert error <= test_gemm.allowed_error(a, exact)
+    assert error <= allowed_error(a, exact)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_on_a_cpu_it_is_the_reference(rows: int, is_transposed: bool) -> None:
-    a = test_gemm.make(
+    a = make(
         "reference",
         dtype=torch.bfloat16,
         rows=rows,
@@ -72,7 +72,7 @@ def test_on_a_cpu_it_is_the_reference(rows: int, is_transposed: bool) -> None:
         gated=True,
         residual="apart",
     )
-    exact = test_gemm.exact_product(a)
+    exact = exact_product(a)
     call = Linear(**(transposed(a) if is_transposed else a))
     assert call.choice is None
     assert_close(result(call, a, a["out"].clone()), a, exact)
@@ -86,8 +86,8 @@ def test_kernels_around_torchs_product(
 ) -> None:
     where = "cuda" if machine == "cuda" else "reference"
     for dtype, rows, pad in ((torch.bfloat16, 33, 0), (torch.float32, 3, 8)):
-        a = test_gemm.make(where, dtype=dtype, rows=rows, depth=40, outputs=24, pad=pad, **fused)
-        exact, before = test_gemm.exact_product(a), a["out"].clone()
+        a = make(where, dtype=dtype, rows=rows, depth=40, outputs=24, pad=pad, **fused)
+        exact, before = exact_product(a), a["out"].clone()
         asked = transposed(a) if is_transposed else a
         if machine == "cuda":
             call: Any = Linear(**asked, choice=Choice("cublas"))
@@ -143,13 +143,13 @@ class TestOnAGpu:
     @pytest.mark.parametrize("way", ["own", "apart", "cublas"])
     def test_every_way_gives_the_product(self, way: Any, dtype: torch.dtype) -> None:
         for rows, fused in itertools.product((1, 5, 16), FUSED):
-            a = test_gemm.make("cuda", dtype=dtype, rows=rows, depth=520, outputs=72, **fused)
-            exact, before = test_gemm.exact_product(a), a["out"].clone()
+            a = make("cuda", dtype=dtype, rows=rows, depth=520, outputs=72, **fused)
+            exact, before = exact_product(a), a["out"].clone()
             call = Linear(**a, choice=Choice(way))
             assert_close(result(call, a, before), a, exact)
 
     def test_a_shape_is_measured_once(self, table: tuning.Table) -> None:
-        a = test_gemm.make(
+        a = make(
             "cuda",
             dtype=torch.bfloat16,
             rows=3,
@@ -159,7 +159,7 @@ class TestOnAGpu:
             activation="silu",
             gated=True,
         )
-        exact = test_gemm.exact_product(a)
+        exact = exact_product(a)
         weight = a["weight"].clone()
         call = Linear(**a)
         assert table.won()[1] == 1
@@ -171,8 +171,8 @@ class TestOnAGpu:
         assert table.won()[1] == 1
 
     def test_nothing_is_measured_while_a_graph_is_captured(self, table: tuning.Table) -> None:
-        a = test_gemm.make("cuda", dtype=torch.float16, rows=2, depth=256, outputs=128)
-        exact = test_gemm.exact_product(a)
+        a = make("cuda", dtype=torch.float16, rows=2, depth=256, outputs=128)
+        exact = exact_product(a)
         workspace = Workspace("cuda")
         SkinnyGemm(**a, workspace=workspace)  # makes room
         graph = torch.cuda.CUDAGraph()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -49,7 +48,8 @@ FUSED: dict[str, tuple[str | None, bool, str | None, bool, bool]] = {
     "bias, residual": (None, True, None, False, True),
     "residual": (None, False, None, False, True),
 }
-SPLITS = (0, 1, 2, 3, 4, 8)
+SPLITS = (1, 2, 3, 4, 8)  # beside what the library chooses
+FINALISTS = 4  # variants that these are tried with
 
 
 @dataclass
@@ -218,10 +218,14 @@ class Sweep:
         except KernelError as error:
             self._say(f"  rows {rows}: {error}")
             return
-        own = [
-            self._own(weights, a, rows, "bare", variant, splits, True, exact, allowed)
-            for variant, splits in [(0, 0), *itertools.product(range(1, variants + 1), SPLITS)]
-        ]
+
+        def tried(variant: int, splits: int) -> Swept:
+            return self._own(weights, a, rows, "bare", variant, splits, True, exact, allowed)
+
+        # All variants as the library would cut the depth, then the best of them cut otherwise.
+        own = [tried(variant, 0) for variant in range(variants + 1)]
+        first = sorted((s for s in own if s.us and s.variant), key=lambda s: s.us or math.inf)
+        own += [tried(s.variant, splits) for s in first[:FINALISTS] for splits in SPLITS]
         working = sorted((s for s in own if s.share), key=lambda s: -(s.share or 0))
         for failed in (s for s in own if s.error):
             self._say(f"  rows {rows} {failed}: FAILED {failed.error}")
