@@ -4,6 +4,7 @@ other processes leave behind.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -198,6 +200,38 @@ def test_a_second_run_writes_nothing(tmp_path: Path) -> None:
     sources = Pack(tmp_path, "key").write(layers(), progress=lambda *step: steps.append(step))
     assert times(tmp_path / "key") == before and not steps
     check(sources, layers())
+
+
+def test_a_whole_pack_is_used_where_nothing_can_be_written(small_disk: Path) -> None:
+    Pack(small_disk, "key").write(layers())
+    none = Layer("in memory", (), 0)
+    Pack(small_disk, "two runs").write([*layers(3), none, none])
+    Pack(small_disk, "two runs").write([none, none, none, *layers(5)[3:]])
+    (small_disk / "key" / "pack.lock").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    check(Pack(small_disk, "key").write(layers()), layers())
+    check(Pack(small_disk, "two runs").write(layers(5)), layers(5))
+    assert not (small_disk / "key" / "pack.lock").exists()
+    with pytest.raises(OSError, match="is not writable") as caught:
+        Pack(small_disk, "key").write(layers(9))
+    assert caught.value.errno == errno.EROFS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": 2}, {"key": "other"}, {"files": {"layer-00000.safetensors": 1}}, "?", "[]"],
+)
+def test_a_manifest_of_something_else_is_written_anew(
+    tmp_path: Path, change: dict[str, Any] | str
+) -> None:
+    pack = Pack(tmp_path, "key")
+    pack.write(layers())
+    before = times(pack.folder)
+    manifest = (pack.folder / MANIFEST).read_bytes()
+    text = change if isinstance(change, str) else json.dumps(json.loads(manifest) | change)
+    (pack.folder / MANIFEST).write_text(text)
+    check(pack.write(layers()), layers())
+    assert (pack.folder / MANIFEST).read_bytes() == manifest and times(pack.folder) == before
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 4096, 5000, "one byte less", "one byte more"])

@@ -41,6 +41,9 @@ _VERSION = 1
 _DTYPE_NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
 
 
+_Job = tuple[Path, list[TensorPlace]]  # a file, and what it must hold
+
+
 def needs_pack(layer: Layer) -> list[TensorPlace]:
     """The tensors of a layer that cannot be streamed from where they are."""
     return [p for p in layer.places if not isinstance(p.source, Pieces)]
@@ -74,6 +77,29 @@ class Pack:
             for i, x in enumerate(layers)
         ]
         jobs = [(file, places) for file, places in jobs if places]
+        if not self._is_whole(jobs):
+            self._fill(jobs, progress)
+        return {
+            name: Pieces((extent,), torch.Size(extent.shape), extent.dtype)
+            for file, _ in jobs
+            for name, extent in safetensors_header.read_header(str(file))[0].items()
+        }
+
+    def _is_whole(self, jobs: Sequence[_Job]) -> bool:
+        """Whether all of it is there, in a folder that may be for reading only: nothing is made,
+        no lock is taken.
+        """
+        try:
+            manifest = json.loads((self.folder / MANIFEST).read_bytes())
+            listed = {**manifest["files"], "version": manifest["version"], "key": manifest["key"]}
+            needed: dict[str, Any] = {file.name: file.stat().st_size for file, _ in jobs}
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        needed |= {"version": _VERSION, "key": self._key}
+        return needed.items() <= listed.items() and all(_holds(*job) for job in jobs)
+
+    def _fill(self, jobs: Sequence[_Job], progress: Callable[[str, int, int], None] | None) -> None:
+        """Write what is missing; one process at a time."""
         total = sum(p.nbytes for _, places in jobs for p in places)
         check_folder(self._home)
         self.folder.mkdir(exist_ok=True)
@@ -93,19 +119,15 @@ class Pack:
                         _write_file(file, places, writer)
                         done += sum(p.nbytes for p in places)
                         progress(str(self.folder), done, total)
-            if missing or not (self.folder / MANIFEST).exists():
-                self._write_manifest([file for file, _ in jobs])
-        return {
-            name: Pieces((extent,), torch.Size(extent.shape), extent.dtype)
-            for file, _ in jobs
-            for name, extent in safetensors_header.read_header(str(file))[0].items()
-        }
+            if missing or not self._is_whole(jobs):
+                self._write_manifest()
 
-    def _write_manifest(self, files: Sequence[Path]) -> None:
+    def _write_manifest(self) -> None:
+        """Of all files, those too that only another run needed (it had less memory)."""
         content = {
             "version": _VERSION,
             "key": self._key,
-            "files": {f.name: f.stat().st_size for f in files},
+            "files": {f.name: f.stat().st_size for f in sorted(self.folder.glob("*.safetensors"))},
         }
         with atomic_write(self.folder / MANIFEST) as stream:
             stream.write(json.dumps(content, indent=1).encode())
