@@ -5,6 +5,7 @@ code.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -24,8 +25,12 @@ from offload.errors import CheckpointError, MissingWeightError, OffloadError, Un
 
 _log = logging.getLogger(__name__)
 
-# While transformers builds a model it changes torch's default dtype and initialisers for everyone.
-_LOADING = threading.Lock()
+# While transformers builds a model it changes torch's default dtype, its initialisers and its own
+# tying of weights for everyone. A fork waits too: its child would keep all this, and the lock.
+_LOADING = threading.RLock()
+os.register_at_fork(
+    before=_LOADING.acquire, after_in_parent=_LOADING.release, after_in_child=_LOADING.release
+)
 
 
 def build_model(

@@ -12,6 +12,7 @@ from pathlib import Path
 import comparison
 import pytest
 import torch
+import transformers
 import variants
 
 import offload
@@ -160,14 +161,54 @@ def test_fork_while_another_thread_is_in_a_pass(variant_folder: Folder, tier: st
         go_on.set()
         thread.join(60)
         hook.remove()
-        for _ in range(600):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                break
-            time.sleep(0.05)
-        else:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("the forked process hangs")
-        assert os.waitstatus_to_exitcode(status) == 0
+        assert exit_code(child) == 0
         run_pass()
+
+
+def exit_code(child: int) -> int:
+    """How the forked process ended; it has half a minute."""
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the forked process hangs")
+
+
+def test_fork_while_another_thread_builds_a_model(
+    variant_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers changes meanwhile, and the lock around that, stay out of the child."""
+    name = "llama-tied"
+    inside = threading.Event()
+    finalize = type(variants.build(name))._finalize_model_loading
+
+    def slow(*arguments: object) -> object:
+        inside.set()
+        time.sleep(0.5)  # the fork comes now
+        return finalize(*arguments)
+
+    def tied() -> bool:
+        with offload.run(
+            variant_folder(name), device_map="nvme", dtype="float16", offload_folder=tmp_path
+        ) as model:
+            return model.lm_head.weight is model.model.embed_tokens.weight
+
+    cls = transformers.LlamaForCausalLM
+    monkeypatch.setattr(cls, "_finalize_model_loading", staticmethod(slow))
+    thread = threading.Thread(target=tied)
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            if tied() and torch.get_default_dtype() == torch.float32:
+                ended = 0
+        finally:
+            os._exit(ended)
+    thread.join(60)
+    assert exit_code(child) == 0
+    assert tied()  # the lock is free here too
