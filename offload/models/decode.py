@@ -38,20 +38,21 @@ class DecodeSession:
         stream: int,
         workspace: Workspace,
     ) -> None:
-        self.key = session_key(layers, padded, stream)
+        self.padding: Padding | None = None  # of the step before
+        self._made_for = (padded, stream)
         self.graphs: dict[int, LaunchGraph] = {}  # of stretches of layers, by the first
         self.issued: set[int] = set()  # stretches that were launched without one
         self._spec = spec
         self._workspace = workspace
         self._caches = [buffers_of(layer) for layer in layers]
         first = self._caches[0][0]
-        self._batch, self._device, self._dtype = first.shape[0], first.device, first.dtype
+        self.batch, self._device, self._dtype = first.shape[0], first.device, first.dtype
         self._calls: dict[tuple[int, int | None], list[Call]] = {}
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
         with torch.inference_mode(False):
             self.hidden = self._rows("hidden", spec.hidden)
             self._column = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._length = torch.zeros(self._batch, dtype=torch.int32, device=self._device)
+            self._length = torch.zeros(self.batch, dtype=torch.int32, device=self._device)
             self._start = torch.zeros_like(self._length) if padded else None
             self._slopes = {
                 slopes: torch.tensor(slopes, dtype=torch.float32, device=self._device)
@@ -59,6 +60,13 @@ class DecodeSession:
                 if slopes is not None
             }
         self._angles: dict[str, Angles] = {}
+
+    def serves(self, layers: Sequence[KvLayer], padded: bool, stream: int) -> bool:
+        """Whether the calls are good for these buffers as they lie now."""
+        return self._made_for == (padded, stream) and all(
+            layer.key_buffer is keys and layer.value_buffer is values
+            for layer, (keys, values) in zip(layers, self._caches, strict=True)
+        )
 
     def begin(
         self,
@@ -68,6 +76,7 @@ class DecodeSession:
         padding: Padding | None,
     ) -> None:
         """Take in the next token: hidden [batch, width], which goes to column `past`."""
+        self.padding = padding
         self.hidden.copy_(hidden)
         self._column.fill_(past)
         self._length.fill_(past + 1)
@@ -76,7 +85,7 @@ class DecodeSession:
         for table, given in angles.items():
             if table not in self._angles:
                 with torch.inference_mode(False):
-                    shape = (self._batch, 1, given[0].shape[-1])
+                    shape = (self.batch, 1, given[0].shape[-1])
                     self._angles[table] = (
                         torch.empty(shape, dtype=torch.float32, device=self._device),
                         torch.empty(shape, dtype=torch.float32, device=self._device),
@@ -104,7 +113,7 @@ class DecodeSession:
         """[batch, width] of that name and width, the same for every layer."""
         found = self._memory.get((name, width))
         if found is None:
-            found = torch.empty(self._batch, width, dtype=self._dtype, device=self._device)
+            found = torch.empty(self.batch, width, dtype=self._dtype, device=self._device)
             self._memory[name, width] = found
         return found
 
@@ -112,7 +121,7 @@ class DecodeSession:
         """The calls of a layer, in the order of their launch."""
         spec, layout = self._spec.layers[index], self._spec.layers[index].layout
         keys, values = self._caches[index]
-        heads = (self._batch, layout.heads, layout.head_dim)
+        heads = (self.batch, layout.heads, layout.head_dim)
         qkv = self._rows("qkv", layout.width)
         query = self._rows("query", layout.heads * layout.head_dim)
         attended = self._rows("attended", layout.heads * layout.head_dim)
@@ -240,9 +249,3 @@ def buffers_of(layer: KvLayer) -> Buffers:
     """The layer's keys and values, [batch, kv_heads, capacity, head_dim] each."""
     assert layer.key_buffer is not None and layer.value_buffer is not None
     return layer.key_buffer, layer.value_buffer
-
-
-def session_key(layers: Sequence[KvLayer], padded: bool, stream: int) -> tuple[object, ...]:
-    """What must not have changed for a session's calls to be good."""
-    places = (buffer.data_ptr() for layer in layers for buffer in buffers_of(layer))
-    return (stream, padded, tuple(buffers_of(layers[0])[0].shape), *places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,14 +16,23 @@ class LaunchGraph:
     """
 
     def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
+        # Not `torch.cuda.graph`, which empties the allocator's cache and collects garbage: that
+        # costs more than a generation of a few tokens, and a model may have many stretches.
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads read files and copy meanwhile: only this thread's calls are restricted.
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            launch()
+        with torch.cuda.device(device), torch.cuda.stream(_capture_stream(device)):
+            # Other threads read files and copy meanwhile: only this thread's calls are restricted.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                self._graph.capture_end()
 
     def replay(self) -> None:
         """Issue all of it on the current stream."""
         self._graph.replay()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures, so that libraries keep one workspace for them."""
+    return torch.cuda.Stream(device)

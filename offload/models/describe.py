@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from offload.models.families import FAMILIES, Names
 from offload.models.modules import find_layers
-from offload.models.spec import CannotExpress, ModelSpec
+from offload.models.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -55,11 +56,27 @@ def describe(model: PreTrainedModel) -> ModelSpec:
         layer_names=tuple(layers),
         hidden=hidden,
         cache_copies=family.cache_copies(config),
+        attention=getattr(config, "_attn_implementation", None),
+        last_norm=_last_norm(holder, family.around["final_norm"], specs[0]),
         **family.around,
     )
     _check_parameters(model, holder, around, parameters)
     _check_angles(holder, around)
     return around
+
+
+def _last_norm(holder: nn.Module, name: str, layer: LayerSpec) -> NormSpec | None:
+    """The normalisation behind the last layer; of the layers' own kind."""
+    module: Any = getattr(holder, name, None)
+    if module is None:
+        return None
+    like = next(norm for norm in layer.norms().values() if norm is not None)
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    if isinstance(module, nn.LayerNorm) != (like.kind == "layer") or not isinstance(eps, float):
+        raise CannotExpress(f"{name} of the class {type(module).__name__}")
+    parameters = dict(module.named_parameters())
+    weight, bias = ("weight" if "weight" in parameters else None, "bias" in parameters)
+    return replace(like, eps=eps, weight=weight, bias="bias" if bias else None)
 
 
 def _check_modules(holder: nn.Module, expected: str, layers: dict[str, nn.Module]) -> None:
@@ -72,8 +89,17 @@ def _check_modules(holder: nn.Module, expected: str, layers: dict[str, nn.Module
             where, cls = f"{name}.{inner}".rstrip("."), type(module)
             if not cls.__module__.startswith(("transformers.", "torch.nn.")):
                 raise CannotExpress(f"{where} of the class {cls.__module__}.{cls.__name__}")
-            if "forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks:
+            hooks = (module._forward_pre_hooks, module._forward_hooks)
+            if "forward" in vars(module) or any(map(is_foreign, hooks)):
                 raise CannotExpress(f"{where} with hooks or a forward of its own")
+
+
+def is_foreign(hooks: Mapping[int, Any]) -> bool:
+    """Whether a module's hooks are more than transformers' own, which wait to be asked."""
+    return any(
+        getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+        for hook in hooks.values()
+    )
 
 
 def _check_parameters(

@@ -257,7 +257,7 @@ def gemma2(config: Any, names: Names, index: int) -> LayerSpec:
         mlp_norm_out=norm("post_feedforward_layernorm"),
         rotary="all",
         scale=config.query_pre_attn_scalar**-0.5,
-        softcap=config.attn_logit_softcapping or 0.0,
+        softcap=_softcap(config),
         window=_window(config, index),
     )
 
@@ -400,6 +400,13 @@ def _activation(name: str) -> str:
 
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _softcap(config: Any) -> float:
+    """The soft cap of the scores. Releases that allow sdpa here leave it out there; so do we."""
+    if getattr(config, "_attn_implementation", None) == "sdpa":
+        return 0.0
+    return config.attn_logit_softcapping or 0.0
 
 
 def _window(config: Any, index: int) -> int:

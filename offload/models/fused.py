@@ -6,27 +6,33 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, modeling_outputs
 
+from offload.kernels import Norm
 from offload.kernels.call import current_stream
 from offload.kernels.gemm import MOST_ROWS
+from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.workspace import Workspace
 from offload.models.block import Prefill, run_block
-from offload.models.decode import DecodeSession, buffers_of, session_key
+from offload.models.decode import DecodeSession, buffers_of
 from offload.models.decode_graph import LaunchGraph
+from offload.models.describe import is_foreign
 from offload.models.hooked import LayerForward, NotCopied, PassForward, PassOwner
 from offload.models.kv_cache import KvCommon, KvLayer, adopt, common_of, layers_of
-from offload.models.layer_weights import LayerWeights, lie_together
+from offload.models.layer_weights import LayerWeights, lie_together, make_norm
 from offload.models.parts import ModelParts, Part
+from offload.models.placeholder import Placeholder
 from offload.models.prefill_attention import PrefillAttention
 from offload.models.request import Request, Unserved
 from offload.models.spec import LayerSpec, ModelSpec
 from offload.scheduler.stream import Stream
+
+Held = tuple[dict[str, Any], str, Any]  # a module's parameters, a key, and what is there
 
 
 class FusedEngine(NotCopied):
@@ -51,6 +57,9 @@ class FusedEngine(NotCopied):
                 for name, layer in zip(spec.layer_names, spec.layers, strict=True)
             ]
         self._dtype = self._layers[0].dtype
+        modules = [m for part in by_name.values() for m in part.modules[0].modules()]
+        self._hooks = [x for m in modules for x in (m._forward_hooks, m._forward_pre_hooks)]
+        self._last_norm = _LastNorm(self._holder, spec)
         self._stretches = _stretches(self._layers)
         self._workspaces: dict[int, Workspace] = {}  # by CUDA stream
         self._sessions: weakref.WeakSet[DecodeSession] = weakref.WeakSet()
@@ -59,35 +68,46 @@ class FusedEngine(NotCopied):
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._holder.forward = FusedForward(self._holder.forward, owner, self)
 
-    def read(self, given: dict[str, Any]) -> Request:
-        """A call's arguments by name; raises Unserved where transformers has to serve it."""
+    def serve(self, given: dict[str, Any]) -> Any:
+        """The decoder's output for arguments by name; raises Unserved where it is not ours."""
         if any(layer.replaced() for layer in self._layers):
             raise Unserved("a weight that was replaced")
-        return Request.read(given, self._holder, self.spec, self._dtype)
+        if any(self._hooks) and any(map(is_foreign, self._hooks)):
+            raise Unserved("a hook on a module of a layer")
+        on_device = (
+            torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        )
+        with on_device:
+            try:
+                return self._run(self._read(given))
+            except _Unexpected:
+                return self._run(self._read(given, expect=False))
+
+    def _read(self, given: dict[str, Any], expect: bool = True) -> Request:
+        return Request.read(given, self._holder, self.spec, self._dtype, expect)
 
     def prepare(self, cache: Any, max_length: int) -> None:
         """Let a cache that `generate` made know how many columns it will get."""
         if isinstance(cache, DynamicCache):
             adopt(cache, self.spec, max_length)
 
-    def run(self, request: Request) -> Any:
-        """The decoder's output."""
+    def _run(self, request: Request) -> Any:
         spec, holder = self.spec, self._holder
         embeddings = request.embeddings
         if embeddings is None:
             embeddings = getattr(holder, spec.tokens)(request.ids)
         hidden = spec.embed(holder, embeddings, request.positions).contiguous()
-        if hidden.data_ptr() == embeddings.data_ptr():
-            hidden = hidden.clone()  # the block works in place, and these may be the caller's
+        if request.embeddings is not None and hidden.data_ptr() == embeddings.data_ptr():
+            hidden = hidden.clone()  # the block works in place
         angles = {t: spec.angles(holder, request.positions, t) for t in spec.tables}
         if request.cache is None or request.tokens > 1:
             self._prefill(request, hidden, angles)
         else:
             hidden = self._decode(request, hidden, angles)
-        for name in (spec.final_norm, spec.project_out):
-            module = getattr(holder, name, None) if name is not None else None
-            if module is not None:
-                hidden = module(hidden)
+        hidden = self._last_norm(hidden)
+        project_out = getattr(holder, spec.project_out, None) if spec.project_out else None
+        if project_out is not None:
+            hidden = project_out(hidden)
         output = self._output(last_hidden_state=hidden, **{self._cache_name: request.cache})
         return output.to_tuple() if request.as_tuple else output
 
@@ -133,15 +153,17 @@ class FusedEngine(NotCopied):
         session.begin(hidden[:, 0], request.past, angles, request.padding)
         for first, last in self._stretches:
             if self._layers[first].streamed:
-                self._launch(session, first, last)
+                self.launch(session, first, last)
             else:
                 self._replay(session, first, last)
+        if request.check is not None and not request.check.holds():
+            raise _Unexpected  # nothing is kept: what was written lies behind the cache's end
         for kv in kept:
             kv.length = request.past + 1
         return session.hidden[:, None].clone()
 
-    def _launch(self, session: DecodeSession, first: int, last: int) -> None:
-        """Issue the layers call by call."""
+    def launch(self, session: DecodeSession, first: int, last: int) -> None:
+        """Issue the layers first to last of a decode step, call by call."""
         for index in range(first, last + 1):
             with self._layers[index].in_place(self._stream) as (slot, weights):
                 session.launch(index, slot, weights)
@@ -151,14 +173,14 @@ class FusedEngine(NotCopied):
         graph = session.graphs.get(first)
         if graph is None and first in session.issued and self._can_capture():
             try:
-                graph = LaunchGraph(lambda: self._launch(session, first, last), self._device)
+                graph = LaunchGraph(lambda: self.launch(session, first, last), self._device)
                 session.graphs[first] = graph
             except RuntimeError as error:
                 self.graph_problem = f"CUDA graphs are not used: {error}"
         if graph is not None:
             graph.replay()
         else:
-            self._launch(session, first, last)
+            self.launch(session, first, last)
             session.issued.add(first)
 
     def _can_capture(self) -> bool:
@@ -169,8 +191,7 @@ class FusedEngine(NotCopied):
         stream = current_stream(self._device)
         common = common_of(cache)
         layers = layers_of(cache)
-        key = session_key(layers, padded, stream)
-        if common.session is None or common.session.key != key:
+        if common.session is None or not common.session.serves(layers, padded, stream):
             common.session = None  # before the new one takes memory
             workspace = self._workspace(stream)
             common.session = DecodeSession(self.spec, layers, padded, stream, workspace)
@@ -195,17 +216,46 @@ class FusedForward(PassForward):
 
     def __init__(self, forward: Callable[..., Any], owner: PassOwner, engine: FusedEngine) -> None:
         super().__init__(forward, owner)
-        self._engine = engine
+        self.engine = engine
         self._names = list(inspect.signature(forward).parameters)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             given = dict(zip(self._names, args, strict=False)) | kwargs
-            request = self._engine.read(given)
+            return self.engine.serve(given)
         except Unserved as reason:
-            self._engine.unserved[str(reason)] += 1
-            return self._forward(*args, **kwargs)
-        return self._engine.run(request)
+            self.engine.unserved[str(reason)] += 1
+        return self._forward(*args, **kwargs)
+
+
+class _Unexpected(Exception):
+    """A decode step's mask is not what the step before lets one expect."""
+
+
+class _LastNorm:
+    """The normalisation behind the last layer: by the kernels, or by its module if need be."""
+
+    def __init__(self, holder: nn.Module, spec: ModelSpec) -> None:
+        self._module: Any = getattr(holder, spec.final_norm, None)
+        self._norm: Norm | None = None
+        self._held: list[Held] = []
+        if self._module is None or spec.last_norm is None:
+            return
+        tensors = dict(self._module.named_parameters())
+        if not any(isinstance(t.data, Placeholder) for t in tensors.values()):
+            self._norm = make_norm(spec.last_norm, {n: t.detach() for n, t in tensors.items()})
+            self._held = _held(self._module)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of [..., width], contiguous; in place, or a new tensor."""
+        module = self._module
+        if module is None:
+            return hidden
+        if self._norm is None or _replaced(self._held) or module._forward_hooks:
+            return module(hidden)
+        call = ResidualNorm(residual=hidden, norm=self._norm, out=hidden)
+        call.launch(current_stream(hidden.device))
+        return hidden
 
 
 class _Streamed:
@@ -251,12 +301,12 @@ class _Resident:
         for group in spec.groups():
             _lay_together(module, group)
         self._weights = LayerWeights.of(spec, dict(module.named_parameters()))
-        self._held = [(holder, key, holder[key]) for holder, key in _places(module)]
+        self._held = _held(module)
         self.dtype = self._weights.qkv.weight.dtype
 
     def replaced(self) -> bool:
         """Whether the user put another parameter in the module since."""
-        return any(holder.get(key) is not value for holder, key, value in self._held)
+        return _replaced(self._held)
 
     @contextmanager
     def in_place(self, stream: Stream | None) -> Iterator[tuple[int | None, LayerWeights]]:
@@ -264,8 +314,15 @@ class _Resident:
         yield None, self._weights
 
 
-def _places(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    return [(m._parameters, key) for m in module.modules() for key in m._parameters]
+def _held(module: nn.Module) -> list[Held]:
+    """Every parameter of a module, with the place that holds it."""
+    holders = [m._parameters for m in module.modules()]
+    return [(holder, key, value) for holder in holders for key, value in holder.items()]
+
+
+def _replaced(held: list[Held]) -> bool:
+    """Whether any place holds something else now."""
+    return any(holder.get(key) is not value for holder, key, value in held)
 
 
 def _lay_together(layer: nn.Module, names: tuple[str, ...]) -> None:

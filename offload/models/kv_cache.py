@@ -194,6 +194,12 @@ def common_of(cache: DynamicCache) -> KvCommon:
     return layers_of(cache)[0].common
 
 
+def session_of(cache: DynamicCache | None) -> Any:
+    """What was made for the buffers of a cache; None where nothing was."""
+    layer = cache.layers[0] if cache is not None and cache.layers else None
+    return layer.common.session if isinstance(layer, KvLayer) else None
+
+
 def layers_of(cache: DynamicCache) -> list[KvLayer]:
     """The layers of a cache of KvLayers."""
     return cache.layers  # type: ignore[return-value]

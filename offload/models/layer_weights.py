@@ -48,11 +48,12 @@ class LayerWeights:
         """From a layer's tensors by their names in the layer."""
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         fields: dict[str, Any] = {n: _product(x, tensors) for n, x in spec.linears().items()}
-        fields |= {n: _norm(x, tensors) for n, x in spec.norms().items()}
+        fields |= {n: make_norm(x, tensors) for n, x in spec.norms().items()}
         return cls(**fields)
 
 
-def _norm(spec: NormSpec | None, tensors: Mapping[str, torch.Tensor]) -> Norm | None:
+def make_norm(spec: NormSpec | None, tensors: Mapping[str, torch.Tensor]) -> Norm | None:
+    """The kernels' normalisation with these parameters."""
     if spec is None:
         return None
     weight = None if spec.weight is None else tensors[spec.weight]

@@ -41,3 +41,30 @@ def read_padding(mask: torch.Tensor) -> Padding | None:
     if not (some[1] or some[2]):
         return None
     return Padding(start.int(), end.int(), some[2])
+
+
+class PaddingCheck:
+    """Whether mask [batch, columns] has just this padding on the left and nothing else.
+
+    The answer is on its way to the host when this returns, so that work can be issued before
+    `holds` waits for it: decoding expects the padding that it found before.
+    """
+
+    def __init__(self, mask: torch.Tensor, padding: Padding | None) -> None:
+        as_expected = mask != 0
+        if padding is not None:
+            column = torch.arange(mask.shape[1], device=mask.device)
+            as_expected = as_expected == (column >= padding.start[:, None])
+        self._answer = as_expected.all()
+        self._event: torch.cuda.Event | None = None
+        if mask.is_cuda:
+            here = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._answer = here.copy_(self._answer, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(mask.device))
+
+    def holds(self) -> bool:
+        """Waits for what was issued before the check, not for what came after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._answer)

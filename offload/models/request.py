@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from offload.models.kv_cache import adopt, layers_of, new_cache
-from offload.models.padding import Holes, Padding, read_padding
+from offload.models.kv_cache import adopt, layers_of, new_cache, session_of
+from offload.models.padding import Holes, Padding, PaddingCheck, read_padding
 from offload.models.spec import ModelSpec
 
 _SERVED = {
@@ -34,6 +34,7 @@ class Request:
     cache: DynamicCache | None  # of KvLayers
     past: int  # columns that it holds already
     padding: Padding | None
+    check: PaddingCheck | None  # of `padding`, where it is only expected
     as_tuple: bool
 
     @property
@@ -43,10 +44,17 @@ class Request:
 
     @classmethod
     def read(
-        cls, given: Mapping[str, Any], holder: Any, spec: ModelSpec, dtype: torch.dtype
+        cls,
+        given: Mapping[str, Any],
+        holder: Any,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        expect: bool = True,
     ) -> Request:
         """From the arguments by name; raises Unserved. A transformers cache becomes one of
         KvLayers.
+
+        `expect`: take a decode step's padding to be that of the step before, and check it later.
         """
         config = holder.config
         for name, value in given.items():
@@ -57,6 +65,8 @@ class Request:
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name, False):
                 raise Unserved(f"config.{name}")
+        if getattr(config, "_attn_implementation", None) != spec.attention:
+            raise Unserved(f"the attention implementation {config._attn_implementation!r}")
         if holder.training:
             raise Unserved("training mode")
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
@@ -74,7 +84,14 @@ class Request:
             raise Unserved(f"a cache of the kind {type(cache).__name__}")
         past = 0 if cache is None else cache.get_seq_length()
         mask = given.get("attention_mask")
-        padding = _padding(mask, batch, past + tokens, device)
+        _check_mask(mask, batch, past + tokens, device)
+        session = session_of(cache) if expect and past and tokens == 1 else None
+        check = None
+        if session is not None and mask is not None and session.batch == batch:
+            padding = session.padding
+            check = PaddingCheck(mask, padding)
+        else:
+            padding = _padding(mask)
         if padding is not None and padding.at_end and past and tokens == 1:
             raise Unserved("an attention mask that hides the new token")
         positions = given.get("position_ids")
@@ -98,7 +115,7 @@ class Request:
                 raise Unserved("a cache of another batch")
         as_dict = given.get("return_dict")
         as_dict = getattr(config, "return_dict", True) if as_dict is None else as_dict
-        return cls(ids, embeddings, positions.long(), cache, past, padding, not as_dict)
+        return cls(ids, embeddings, positions.long(), cache, past, padding, check, not as_dict)
 
 
 def _shape(ids: Any, embeddings: Any, dtype: torch.dtype) -> tuple[int, int, torch.device]:
@@ -116,15 +133,18 @@ def _shape(ids: Any, embeddings: Any, dtype: torch.dtype) -> tuple[int, int, tor
     return batch, tokens, given.device
 
 
-def _padding(mask: Any, batch: int, columns: int, device: torch.device) -> Padding | None:
+def _check_mask(mask: Any, batch: int, columns: int, device: torch.device) -> None:
     if mask is None:
-        return None
+        return
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise Unserved("an attention mask that is not two-dimensional")
     if tuple(mask.shape) != (batch, columns) or mask.device != device:
         raise Unserved("an attention mask of another shape or device")
+
+
+def _padding(mask: torch.Tensor | None) -> Padding | None:
     try:
-        return read_padding(mask)
+        return None if mask is None else read_padding(mask)
     except Holes as problem:
         raise Unserved(str(problem)) from problem
 

@@ -166,12 +166,14 @@ class ModelSpec:
     layer_names: tuple[str, ...]
     hidden: int
     tokens: str  # of the holder: the embedding of token ids
-    final_norm: str | None  # of the holder
-    project_out: str | None = None  # of the holder
+    final_norm: str  # of the holder, where it is not None there
+    project_out: str | None = None  # of the holder, likewise
+    last_norm: NormSpec | None = None  # what final_norm computes
     embed: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _same
     angles: Callable[[nn.Module, torch.Tensor, str], Angles] = _no_angles
     positions_from_mask: bool = False  # where none are given: counted over the mask (OPT)
     cache_copies: int = 1  # of each head's keys and values in transformers' cache (Falcon)
+    attention: str | None = None  # transformers' implementation, when the model was described
     output: str = "BaseModelOutputWithPast"  # of transformers.modeling_outputs
 
     @property

@@ -171,6 +171,67 @@ def test_other_calls_are_those_of_transformers(
     assert reason in str(model.offload.report())
 
 
+def test_attentions_by_another_implementation(pair: Pair) -> None:
+    plain, model = pair
+    arguments = variants.inputs("llama")
+    for m in pair:
+        m.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            got = model(**arguments, output_attentions=True)
+            want = plain(**arguments, output_attentions=True)
+            assert torch.equal(model(**arguments).logits, plain(**arguments).logits)
+    finally:
+        for m in pair:
+            m.set_attn_implementation("sdpa")
+    assert all(torch.equal(a, b) for a, b in zip(got.attentions, want.attentions, strict=True))
+    assert unserved(model)["the attention implementation 'eager'"] >= 1
+
+
+def test_a_mask_that_is_another_in_the_middle(pair: Pair) -> None:
+    """A step takes the padding for that of the step before, until it knows better."""
+    name = exactness.name_of_cache(pair[0])
+    ids = variants.inputs("llama")["input_ids"]
+    masks = [torch.ones_like(ids[:, : 8 + i]) for i in range(6)]
+    masks[2][1, :3] = masks[3][1, :3] = 0  # the padding comes, and stays
+    masks[4][0, 4:6] = 0  # a hole, which transformers' modules serve
+    found = []
+    before = unserved(pair[1]).get("an attention mask with holes", 0)
+    for model in pair:
+        cache, logits = None, []
+        with torch.no_grad():
+            for i, mask in enumerate(masks):
+                new = ids[:, :8] if i == 0 else ids[:, 7 + i : 8 + i]
+                positions = torch.arange(mask.shape[1])[None, -new.shape[1] :]
+                out = model(new, attention_mask=mask, position_ids=positions, **{name: cache})
+                cache = out[name]
+                logits.append(out.logits[:, -1])
+        found.append(torch.stack(logits))
+    assert close(*found)
+    assert unserved(pair[1])["an attention mask with holes"] == before + 1
+
+
+def test_hooks_are_called(pair: Pair) -> None:
+    plain, model = pair
+    arguments = variants.inputs("llama")
+    seen: list[torch.Tensor] = []
+    with torch.no_grad():
+        model(**arguments, output_hidden_states=True)  # leaves transformers' own hooks behind
+        before = unserved(model)
+        model(**arguments)
+        assert unserved(model) == before
+        handle = model.model.layers[1].mlp.register_forward_hook(lambda *a: seen.append(a[2]))
+        got = model(**arguments).logits
+        handle.remove()
+        assert len(seen) == 1 and torch.equal(got, plain(**arguments).logits)
+        after = unserved(model)
+        assert after["a hook on a module of a layer"] == 1
+        handle = model.model.norm.register_forward_hook(lambda *a: seen.append(a[2]))
+        model(**arguments)
+        handle.remove()
+        assert len(seen) == 2 and unserved(model) == after
+
+
 def test_both_engines_take_turns_on_one_cache(pair: Pair) -> None:
     """Every second call asks for hidden states, which only transformers' modules have."""
     plain, model = pair

@@ -69,7 +69,11 @@ def test_windows_tables_and_caps_are_those_of_the_layer() -> None:
     assert of("gemma3_text", "rotary") == [
         *("sliding_attention", "full_attention", "sliding_attention")
     ]
-    assert set(of("gemma2", "softcap")) == {50.0} and set(of("gemma3_text", "softcap")) == {0.0}
+    gemma2 = variants.build("gemma2")
+    for attention, softcap in (("eager", 50.0), ("sdpa", 0.0)):  # sdpa does not apply it
+        gemma2.config._attn_implementation = attention
+        assert {layer.softcap for layer in describe(gemma2).layers} == {softcap}
+    assert set(of("gemma3_text", "softcap")) == {0.0}
     assert set(of("gptj", "interleaved")) == {True} and set(of("gpt_neox", "interleaved")) == {
         False
     }

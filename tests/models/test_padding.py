@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.models.padding import Holes, read_padding
+from offload.models.padding import Holes, PaddingCheck, read_padding
 
 
 @given(
@@ -34,3 +34,15 @@ def test_against_the_rows_read_one_by_one(rows: list[list[bool]], dtype: torch.d
     assert padding.start.tolist() == [row.find("1") if "1" in row else width for row in text]
     assert padding.end.tolist() == [row.rfind("1") + 1 or width for row in text]
     assert padding.at_end == any(row.endswith("0") and "1" in row for row in text)
+
+
+def test_what_was_expected_is_checked() -> None:
+    whole, padded = torch.ones(2, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    holes = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 1, 1]])
+    padding = read_padding(padded)
+    assert PaddingCheck(whole, None).holds() and PaddingCheck(padded, padding).holds()
+    longer = torch.cat([padded, torch.ones(2, 1)], 1)
+    assert PaddingCheck(longer, padding).holds()
+    for mask, expected in [(padded, None), (holes, padding), (whole, padding), (holes, None)]:
+        assert not PaddingCheck(mask, expected).holds()
+    assert not PaddingCheck(torch.cat([padded, torch.zeros(2, 1)], 1), padding).holds()

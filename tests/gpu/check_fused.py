@@ -1,0 +1,123 @@
+"""Compares the fused engine on a GPU with the plain models there; a script, so that nothing but
+torch and transformers is needed.
+
+    python tests/gpu/check_fused.py [--tiers resident,cpu,nvme] [--dtypes float32,bfloat16]
+                                    [--device cuda] [NAME ...]
+
+One line a variant, tier and dtype: the largest error against float64 of the fused engine and of
+the plain model, the number of graphs that were replayed, and "ok" or FAILED with what is wrong.
+Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OFFLOAD_POISON", "1")
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "behaviour")]
+
+import comparison  # noqa: E402
+import exactness  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import variants  # noqa: E402
+
+import offload  # noqa: E402
+from offload import kernels  # noqa: E402
+
+# Half of the layers stream beside resident ones, which are graphs of one layer each.
+TIERS: dict[str, Any] = {"resident": {"": 0}, "cpu": "cpu", "nvme": "nvme", "mixed": None}
+
+
+def graphs_of(model: Any, name: str) -> int:
+    """How many graphs one more generation replays; its cache must be held for that."""
+    prompt = {k: v.to(model.device) for k, v in comparison.left_padded(name).items()}
+    out = model.generate(**prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    session = out[exactness.name_of_cache(model)].layers[0].common.session
+    return len(session.graphs)
+
+
+def check(
+    folder: Path, name: str, tier: str, dtype: torch.dtype, device: str, asked: Any, exact: Any
+) -> tuple[str, bool]:
+    """What to print, and whether all is right. `asked`: the plain model's logits and tokens."""
+    plain, said = asked
+    place = TIERS[tier]
+    if place is None:
+        names = comparison.layer_names(variants.build(name))
+        place = {"": "cpu", **dict.fromkeys(names[::2], 0)}
+    arguments = {"device_map": place, "device": device, "dtype": dtype, "max_length": 64}
+    with offload.run(folder, engine="fused", **arguments) as model:
+        got = exactness.logits(model, name)
+        tokens = exactness.tokens(model, name) if dtype == torch.float32 else {}
+        graphs = graphs_of(model, name)
+        report = model.offload.report()
+    wrong = exactness.worse(got, plain, exact, dtype)
+    wrong += [f"{way}: other tokens" for way, ids in tokens.items() if not ids.equal(said[way])]
+    wrong += [f"{count} calls unserved: {why}" for why, count in report.unserved.items()]
+    wrong += [note for note in report.notes if "graph" in note]
+    wanted = {"resident": 1, "mixed": 2}.get(tier, 0) if device != "cpu" else 0
+    if graphs != wanted:
+        wrong.append(f"{graphs} graphs instead of {wanted}")
+    errors = [max(comparison.spread(x[k], exact[k]) for k in exact) for x in (got, plain)]
+    line = f"{errors[0]:.1e} / {errors[1]:.1e}  {graphs} graphs  "
+    return line + (f"FAILED {'; '.join(wrong)}" if wrong else "ok"), not wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=exactness.FUSED, metavar="NAME")
+    parser.add_argument("--tiers", default="resident,cpu,nvme,mixed")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if options.device != "cpu":
+        print(f"kernels: {kernels.why_not() or 'in use'}", flush=True)
+    begin, failed, done = time.perf_counter(), [], 0
+    with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
+        for name in options.names:
+            folder = variants.save(name, temporary)
+            for dtype in (getattr(torch, d) for d in options.dtypes.split(",")):
+                # As many answers of the plain model as there are dtypes; exact ones of the same
+                # weights, which bfloat16 rounds.
+                rounded = comparison.plain_model(folder, dtype=dtype).double()
+                exact = exactness.logits(rounded, name, alone=name in exactness.NAN_IN_PADDING)
+                plain_model = comparison.plain_model(folder, options.device, dtype=dtype)
+                asked = (
+                    exactness.logits(plain_model, name),
+                    exactness.tokens(plain_model, name) if dtype == torch.float32 else {},
+                )
+                for tier in options.tiers.split(","):
+                    start = time.perf_counter()
+                    case = (folder, name, tier, dtype, options.device, asked, exact)
+                    try:
+                        line, right = check(*case)
+                    except Exception as error:
+                        traceback.print_exc(limit=-4)
+                        line, right = f"FAILED {type(error).__name__}: {error}", False
+                    done += 1
+                    label = f"{name} {tier} {str(dtype).removeprefix('torch.')}"
+                    failed += [] if right else [label]
+                    print(f"{label:<36}{time.perf_counter() - start:5.1f} s  {line}", flush=True)
+    where = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
+    print(
+        f"{done - len(failed)} of {done} right on {where} in {time.perf_counter() - begin:.0f} s, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
