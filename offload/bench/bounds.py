@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -38,6 +40,55 @@ def copy_rates(device: torch.device, nbytes: int = COPY_BYTES, repeats: int = 10
             event.record()
         torch.cuda.synchronize()
     return [nbytes / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(events[1:])]
+
+
+def hbm_rate(device: torch.device, nbytes: int = 2 << 30, repeats: int = 9) -> float:
+    """Bytes per second at which the device reads its own memory: a sum over `nbytes`."""
+    source = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
+    return nbytes / statistics.median(_seconds(lambda: source.sum(), device, repeats))
+
+
+def product_rate(
+    shapes: Sequence[tuple[int, int]],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float = 5.0,
+) -> float:
+    """FLOP per second of `rows` times each weight [outputs, inputs] of `shapes`, back to back.
+
+    All of it for `seconds`, and the median of the second half: boost clocks do not last.
+    """
+    weights = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    inputs = {n: torch.randn(rows, n, device=device, dtype=dtype) for _, n in shapes}
+    outputs = {n: torch.empty(rows, n, device=device, dtype=dtype) for n, _ in shapes}
+
+    def layer() -> None:
+        for weight in weights:
+            torch.mm(inputs[weight.shape[1]], weight.T, out=outputs[weight.shape[0]])
+
+    once = _seconds(layer, device, 3)[-1]
+    times = _seconds(layer, device, max(3, int(seconds / once)))
+    flop = 2 * rows * sum(n * k for n, k in shapes)
+    return flop / statistics.median(times[len(times) // 2 :])
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Of each of `repeats` runs, after one that is not counted."""
+    run()
+    if device.type == "cpu":
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            run()
+            marks.append(time.perf_counter())
+        return [b - a for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
 def read_rate(files: Sequence[str | os.PathLike[str]], nbytes: int = DISK_BYTES) -> float:

@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from offload.bench.subject import Subject
+from offload.config import OffloadConfig
 from offload.store.folder import check_folder, default_folder
 
 # (subject, weights rest in files, folder for them) -> the model, ready to generate
@@ -34,6 +36,19 @@ class Peer:
 def _resident(subject: Subject, on_disk: bool, folder: str | None) -> Iterator[PreTrainedModel]:
     """Plain transformers with all weights on the compute device."""
     yield subject.plain(subject.device)
+
+
+@contextlib.contextmanager
+def _offload_resident(
+    subject: Subject, on_disk: bool, folder: str | None
+) -> Iterator[PreTrainedModel]:
+    """offload itself, with nothing to stream."""
+    everywhere = OffloadConfig(
+        device_map={"": 0}, dtype=subject.dtype or "auto", device=subject.device
+    )
+    model: Any = subject.offloaded(everywhere)
+    with model:
+        yield model
 
 
 @contextlib.contextmanager
@@ -61,4 +76,5 @@ def _accelerate(subject: Subject, on_disk: bool, folder: str | None) -> Iterator
 PEERS = {
     "accelerate": Peer("accelerate", capped=True, streams=True, load=_accelerate),
     "resident": Peer("resident", capped=False, streams=False, load=_resident),
+    "offload-resident": Peer("offload-resident", False, False, _offload_resident),
 }

@@ -33,6 +33,7 @@ class Sizes:
     layer_parameters: int
     active_parameters: int
     total_bytes: int
+    products: tuple[tuple[int, int], ...] = ()  # [outputs, inputs] of the last layer's weights
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sizes:
@@ -51,6 +52,11 @@ class Sizes:
                 sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in inside)
             ),
             total_bytes=sum(p.tensor.nbytes for p in shared_parameters(model)),
+            products=tuple(
+                (p.shape[0], p.shape[1])
+                for p in list(layers.values())[-1].parameters()
+                if p.ndim == 2
+            ),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.bench.bounds import copy_rates, read_rate
+from offload.bench.bounds import copy_rates, hbm_rate, product_rate, read_rate
 from offload.bench.files import weight_files
 from offload.bench.memory import gpu_limit, gpu_peaks, host_peak, reset_peaks
 from offload.bench.peers import PEERS, Peer
@@ -36,6 +36,7 @@ class Setup:
     folder: str | None = None  # for a random checkpoint
     keep: bool = False
     peers: tuple[str, ...] = ()
+    engine: str = "auto"
 
     def __post_init__(self) -> None:
         unknown = [peer for peer in self.peers if peer not in PEERS]
@@ -59,6 +60,7 @@ class Setup:
             max_memory=limits or None,
             offload_folder=self.folder,
             dtype=subject.dtype or "auto",
+            engine=self.engine,
             device=subject.device,
             prefetch=self.prefetch,
             batch_size=work.batch,
@@ -78,6 +80,8 @@ def run_throughput(subject: Subject, work: Workload, setup: Setup) -> Result:
                 result.rows.append(row)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 result.notes.append(f"{name}: does not fit ({str(error).splitlines()[0]})")
+        if subject.device.type == "cuda":
+            result.notes += _device_bounds(result, subject.device)
     resident = timings.get("resident")
     for row in result.rows:
         if resident is not None and row.peer != "resident":
@@ -85,6 +89,31 @@ def run_throughput(subject: Subject, work: Workload, setup: Setup) -> Result:
             share = resident.prefill / row.prefill_seconds
             result.notes.append(f"{row.peer}: prefill at {share:.1%} of the resident model's speed")
     return result
+
+
+def _device_bounds(result: Result, device: torch.device) -> list[str]:
+    """What each prefill is of the layers' own products, and each resident step of HBM's rate."""
+    work, sizes = result.work, result.sizes
+    notes = []
+    if sizes.products and sizes.active_parameters == sizes.layer_parameters:
+        dtype = getattr(torch, result.dtype)
+        rate = product_rate(sizes.products, work.batch * work.prompt, dtype, device)
+        notes.append(
+            f"the products of a layer alone, {work.batch * work.prompt} rows, over 5 s: "
+            f"{rate / 1e12:.0f} TFLOP/s; prefills reach "
+            + ", ".join(f"{row.prefill_flops / rate:.3f} ({row.peer})" for row in result.rows)
+        )
+    still = [row for row in result.rows if not row.streamed_bytes and row.step_seconds]
+    if still:
+        hbm = hbm_rate(device)
+        notes.append(
+            f"HBM reads {hbm / 1e12:.2f} TB/s; the weights of the layers over a step's time: "
+            + ", ".join(
+                f"{sizes.layer_bytes / (row.step_seconds or 1) / hbm:.3f} ({row.peer})"
+                for row in still
+            )
+        )
+    return notes
 
 
 @contextlib.contextmanager

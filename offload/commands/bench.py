@@ -73,8 +73,12 @@ def _add_throughput(benchmarks: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="also measure: accelerate, or resident (plain transformers, all weights on the "
-        "compute device, not capped); may be repeated",
+        help="also measure: accelerate, resident (plain transformers, all weights on the compute "
+        "device, not capped), or offload-resident (the same with this package's engine); may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--engine", default="auto", metavar="NAME", help="auto, fused, or transformers"
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
@@ -119,6 +123,7 @@ def _throughput(args: argparse.Namespace) -> int:
         folder=args.folder,
         keep=args.keep,
         peers=tuple(args.peer),
+        engine=args.engine,
     )
     result: Any
     if args.overhead:
