@@ -99,7 +99,8 @@ def wrong_passes(folder: Path, tier: str, depth: int, late: str, passes: int) ->
     sleeper = Sleeper(late)
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    with offload.run(folder, device_map=device_map, prefetch=depth) as model, torch.no_grad():
+    options: dict[str, Any] = {"device_map": device_map, "prefetch": depth}
+    with offload.run(folder, engine="transformers", **options) as model, torch.no_grad():
         sleeper.hold_copies(model.offload._device)
         for layer in model.model.layers:
             layer.mlp.register_forward_pre_hook(sleeper.kernels)

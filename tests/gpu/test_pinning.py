@@ -23,11 +23,11 @@ def test_pinning_refused(
     monkeypatch.setenv("OFFLOAD_POISON", "1")
     folder = variant_folder("llama")
     inputs = {k: v.cuda() for k, v in variants.inputs("llama").items()}
-    with torch.no_grad(), offload.run(folder, device_map=tier, prefetch=1) as model:
+    with torch.no_grad(), offload.run(folder, device_map=tier, prefetch=1, engine="transformers") as model:
         want = model(**inputs).logits
         assert model.offload.report().pageable_bytes == 0
     monkeypatch.setattr(cudart.Cudart, "register", lambda *_: "refused by this test")
-    with torch.no_grad(), offload.run(folder, device_map=tier, prefetch=1) as model:
+    with torch.no_grad(), offload.run(folder, device_map=tier, prefetch=1, engine="transformers") as model:
         for _ in range(5):
             assert torch.equal(model(**inputs).logits, want)
         report = model.offload.report()
