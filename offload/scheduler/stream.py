@@ -69,6 +69,7 @@ class Stream:
         self._slots = [_Slot() for _ in range(slots)]
         self._sites = list(sites)
         self._next = [(i + 1) % len(sites) for i in range(len(sites))]
+        self._sure = [False] * len(sites)  # that what comes next is so: it came true last time
         self._depth = min(depth, slots - 1)
         self._where: dict[int, int] = {}
         self._site: int | None = None
@@ -143,9 +144,15 @@ class Stream:
             self._forget(index)
 
     def _learn(self, site: int) -> None:
-        if self._site is not None and self._site != site:
-            self._next[self._site] = site
-        self._site = site
+        before, self._site = self._site, site
+        if before is None or before == site:
+            return
+        if self._next[before] == site:
+            self._sure[before] = True
+        elif self._sure[before]:  # once may be an exception, such as a new prompt's encoder
+            self._sure[before] = False
+        else:
+            self._next[before] = site
 
     def _prefetch(self) -> None:
         site = self._site

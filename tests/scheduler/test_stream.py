@@ -222,6 +222,36 @@ def test_a_decoder_runs_alone_after_the_first_token(slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [3, 4, 9])
+def test_a_new_prompt_costs_what_was_on_its_way_for_the_last_one(slots: int, tokens: int) -> None:
+    """The encoder behind the decoder is an exception: one more token is expected again after it."""
+    encoder, decoder = [0, 1, 2, 3, 4], [5, 6, 7, 8, 9]
+    sites = encoder + decoder
+    stream, device = make(slots, sites)
+    for prompt in range(4):
+        loads, misses = len(device.log), stream.stats.misses
+        for order in (sites, *[decoder] * (tokens - 1)):
+            run_pass(stream, device, sites, order)
+        if prompt > 0:
+            needed = len(encoder) + tokens * len(decoder)
+            assert len(device.log) - loads == needed + stream.depth
+            assert stream.stats.misses == misses + 1
+    device.run_all()
+
+
+def test_a_new_order_is_taken_up_when_it_comes_a_second_time() -> None:
+    stream, device = make(2, sites := list(range(4)))
+    for _ in range(3):
+        run_pass(stream, device, sites, sites)
+    for _ in range(3):
+        run_pass(stream, device, sites, [0, 2, 1, 3])
+    misses = stream.stats.misses
+    run_pass(stream, device, sites, [0, 2, 1, 3])
+    assert stream.stats.misses == misses
+    device.run_all()
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
 def test_a_tied_embedding_is_loaded_once_a_pass(slots: int) -> None:
     """It has two sites, at both ends of the pass: from the last to the first it stays."""
     sites = [0, 0, 1, 2, 3, 4, 5]
