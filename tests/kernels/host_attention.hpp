@@ -137,6 +137,7 @@ extern "C" __attribute__((visibility("default"))) void host_settings(int multipr
 #define cudaOccupancyMaxActiveBlocksPerMultiprocessor host_cuda::occupancy
 
 inline void __threadfence() {}
+inline void __syncwarp() { host_cuda::warp_barrier(); }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
     return host_cuda::shuffle(x, lane);

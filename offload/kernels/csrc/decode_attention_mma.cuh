@@ -52,6 +52,7 @@ struct MmaMath {
     static constexpr int kSteps = kDim / 16;         // of the first product, 16 elements each
     static constexpr int kParts = (kSteps + 3) / 4;  // of the output a warp has, 16 elements each
     static constexpr int kColumns = Shape::kColumns;
+    static constexpr int kCopies = kColumns * Shape::kChunks;  // of 16 bytes, for K or V
 
     __device__ static int32_t columns(const Params&) { return kColumns; }
 
@@ -101,31 +102,32 @@ struct MmaMath {
         const int rows = at.see.columns - at.tile * kColumns;
         const uint32_t k = keys(stage), v = values(stage);
         if (rows >= kColumns && p.head_dim == kDim) {  // contiguous, and no column to hide
-            copy_rows<true>(p, k, key, rows);
-            copy_rows<true>(p, v, value, rows);
+            copy_whole(k, key);
+            copy_whole(v, value);
         } else {
-            copy_rows<false>(p, k, key, rows);
-            copy_rows<false>(p, v, value, rows);
+            copy_seen(p, k, key, rows);
+            copy_seen(p, v, value, rows);
         }
     }
 
-    // Columns that are not seen become zeros without being read: a weight of 0 hides no NaN.
-    template <bool kWhole>
-    __device__ void copy_rows(const Params& p, uint32_t to, const T* from, int rows) const {
-        constexpr int kCopies = kColumns * Shape::kChunks;
+    __device__ void copy_whole(uint32_t to, const T* from) const {
 #pragma unroll kCopiesTogether
         for (int first = 0; first < kCopies; first += Shape::kTeam) {
             const int i = first * (threads / Shape::kTeam) + static_cast<int>(threadIdx.x);
             if (Shape::kMostTeams > 1 && i >= kCopies) break;
+            copy_async_once(to + Shape::place(i / Shape::kChunks, i % Shape::kChunks), from + i * 8,
+                            16, policy);
+        }
+    }
+
+    // Columns that are not seen become zeros without being read: a weight of 0 hides no NaN.
+    __device__ void copy_seen(const Params& p, uint32_t to, const T* from, int rows) const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < kCopies; i += threads) {
             const int row = i / Shape::kChunks, chunk = i % Shape::kChunks;
-            const uint32_t place = to + Shape::place(row, chunk);
-            if (kWhole) {
-                copy_async_once(place, from + i * 8, 16, policy);
-            } else {
-                const bool seen = row < rows && chunk * 8 < p.head_dim;
-                copy_async_once(place, seen ? from + row * p.head_dim + chunk * 8 : p.key,
-                                seen ? 16 : 0, policy);
-            }
+            const bool seen = row < rows && chunk * 8 < p.head_dim;
+            const void* source = seen ? from + row * p.head_dim + chunk * 8 : p.key;
+            copy_async_once(to + Shape::place(row, chunk), source, seen ? 16 : 0, policy);
         }
     }
 

@@ -217,6 +217,7 @@ struct ScalarMath {
                 total += at[row];
             }
             total = warp_sum(total);
+            __syncwarp();  // all lanes have read what lane 0 replaces
             if (lane == 0) {
                 const float factor = exp2f(before - base);
                 most[q] = now;
@@ -235,16 +236,17 @@ struct ScalarMath {
             __syncthreads();
             exchange[threadIdx.x] = output[q];
             __syncthreads();
-            if (static_cast<int>(threadIdx.x) >= quads) continue;
-            float4 all = exchange[threadIdx.x];
-            for (int i = 1; i < lanes; ++i) {
-                const float4 x = exchange[i * quads + threadIdx.x];
-                all.x += x.x;
-                all.y += x.y;
-                all.z += x.z;
-                all.w += x.w;
+            if (static_cast<int>(threadIdx.x) < quads) {
+                float4 all = exchange[threadIdx.x];
+                for (int i = 1; i < lanes; ++i) {
+                    const float4 x = exchange[i * quads + threadIdx.x];
+                    all.x += x.x;
+                    all.y += x.y;
+                    all.z += x.z;
+                    all.w += x.w;
+                }
+                write(q, static_cast<int>(threadIdx.x) * 4, all);
             }
-            write(q, static_cast<int>(threadIdx.x) * 4, all);
         }
     }
 
