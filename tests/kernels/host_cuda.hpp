@@ -111,6 +111,7 @@ inline float __shfl_xor_sync(unsigned, float x, int mask) {
 }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / sqrt(static_cast<double>(x))); }
 inline float __expf(float x) { return expf(x); }
+inline int min(int a, int b) { return a < b ? a : b; }
 inline unsigned __float_as_uint(float x) {
     unsigned y;
     memcpy(&y, &x, sizeof y);

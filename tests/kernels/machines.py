@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -51,42 +52,51 @@ def launch(call: Call, machine: str) -> None:
         torch.cuda.synchronize()
 
 
-@functools.cache
 def host_library() -> ctypes.CDLL:
     """The kernels compiled for this processor; skips the test where that is not possible."""
+    library, errors = _compiled()
+    if library is None:
+        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
+    assert isinstance(library, ctypes.CDLL), errors
+    return library
+
+
+@functools.cache
+def _compiled() -> tuple[ctypes.CDLL | Literal["failed"] | None, str]:
+    """The library; what the compiler said where it failed; None where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     headers = _cuda_headers()
     if compiler is None or headers is None:
-        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
-    folder = Path(tempfile.mkdtemp(prefix="offload-host-kernels-"))
-    try:
+        return None, ""
+    with tempfile.TemporaryDirectory(prefix="offload-host-kernels-") as name:
+        folder = Path(name)
         processes = []
-        for name in ("library", *HOSTED):
+        for part in ("library", *HOSTED):
             command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing"]
             command += ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
             command += ["-fno-sanitize-recover=all", "-static-libubsan", "-w"]
             command += ["-isystem", str(headers), "-I", str(CSRC)]
             command += ["-include", str(HERE / "host_cuda.hpp")]
-            command += ["-c", str(CSRC / f"{name}.cu"), "-o", str(folder / f"{name}.o")]
+            command += ["-c", str(CSRC / f"{part}.cu"), "-o", str(folder / f"{part}.o")]
             processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-        for process in processes:
-            _, errors = process.communicate()
-            assert process.returncode == 0, errors
+        errors = [process.communicate()[1] for process in processes]
+        if any(process.returncode for process in processes):
+            return "failed", "\n".join(errors)
         objects = [str(path) for path in sorted(folder.glob("*.o"))]
         file = folder / "libhost.so"
         link = [compiler, "-shared", "-static-libubsan", "-fsanitize=undefined", "-o", str(file)]
-        subprocess.run([*link, *objects], check=True)
+        done = subprocess.run([*link, *objects], capture_output=True, text=True)
+        if done.returncode:
+            return "failed", done.stderr
         library = ctypes.CDLL(str(file))
-    finally:
-        shutil.rmtree(folder)
-    for name in HOSTED:
-        function = getattr(library, f"offload_{name}")
+    for hosted in HOSTED:
+        function = getattr(library, f"offload_{hosted}")
         function.argtypes = [ctypes.POINTER(LAUNCHERS[function.__name__]), ctypes.c_void_p]
     library.offload_last_error.restype = ctypes.c_char_p
     library.offload_struct_size.restype = ctypes.c_int64
     for i, struct in enumerate(structs.ALL):
         assert library.offload_struct_size(i) == ctypes.sizeof(struct)
-    return library
+    return library, ""
 
 
 def _cuda_headers() -> Path | None:

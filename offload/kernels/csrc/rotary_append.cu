@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
     const int lane = threadIdx.x % plan.lanes;
     const int group = threadIdx.x / plan.lanes;
     const int groups = kThreads / plan.lanes;
-    const int head_count = group < groups ? x.heads + 2 * x.kv_heads : 0;  // the last may be idle
+    const int head_count = x.heads + 2 * x.kv_heads;
     const int first = blockIdx.y * plan.per_thread * groups + group;
     const unsigned batch = blockIdx.x / static_cast<unsigned>(x.tokens);
     const unsigned token = blockIdx.x % static_cast<unsigned>(x.tokens);
@@ -57,14 +57,16 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
     const bool centred = x.q_norm.kind == OFFLOAD_NORM_LAYER || x.k_norm.kind == OFFLOAD_NORM_LAYER;
     const T* bias = static_cast<const T*>(x.bias);
 
-    int sources[kHeads];  // of the thread's heads, in a row; below zero: there is none
+    // Beyond the last head (or with lanes beyond the last group) the last one is read again, so
+    // that no load has a branch of its own; it is not written.
+    bool there[kHeads];
+    int sources[kHeads];  // of the thread's heads, in a row
     T* targets[kHeads];
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
         int head = first + i * groups;
-        sources[i] = -1;
-        targets[i] = nullptr;
-        if (i >= plan.per_thread || head >= head_count) continue;
+        there[i] = group < groups && i < plan.per_thread && head < head_count;
+        head = min(head, head_count - 1);
         if (head < x.heads) {
             const int kv = head / queries_per_group;
             sources[i] = static_cast<int>(x.q_offset + kv * x.q_group_stride) +
@@ -95,16 +97,17 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
 
     constexpr bool kOneUnit = N > 1;  // a lane; `fits` sees to it
     for (int begin = 0; begin < (kOneUnit ? 1 : plan.units); begin += plan.lanes) {
-        const int unit = begin + lane;
-        const bool inside = unit < plan.units;
+        const bool inside = begin + lane < plan.units;
+        const int unit = min(begin + lane, plan.units - 1);
         const Place place = place_of<N>(x, plan, unit);
-        const bool has_b = inside && place.b < x.head_dim;
+        const bool has_b = place.b < x.head_dim;
+        const int place_b = has_b ? place.b : place.a;
         Pack<T, N> as[kHeads], bs[kHeads];
 #pragma unroll
         for (int i = 0; i < kHeads; ++i) {
-            if (inside && sources[i] >= 0) {
+            if (i < plan.per_thread) {  // for the whole grid
                 as[i] = load_once<T, N>(row + sources[i] + place.a);
-                if (has_b) bs[i] = load_once<T, N>(row + sources[i] + place.b);
+                bs[i] = load_once<T, N>(row + sources[i] + place_b);
             }
         }
         const bool turns = unit < plan.rotated;
@@ -119,32 +122,26 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
         }
 #pragma unroll
         for (int i = 0; i < kHeads; ++i) {
-            if (i >= plan.per_thread) continue;  // the whole block
-            const int head = first + i * groups;
+            if (i >= plan.per_thread) continue;
+            const int head = min(first + i * groups, head_count - 1);
             const bool is_query = head < x.heads;
             const bool is_value = head >= x.heads + x.kv_heads;
-            const bool here = inside && sources[i] >= 0;
             float v[2 * N];
-#pragma unroll
-            for (int j = 0; j < 2 * N; ++j) v[j] = 0.f;
-            if (here) {
-                to_floats(as[i], v);
-                if (bias) add<T, N>(v, bias + sources[i] + place.a);
-                if (has_b) {
-                    to_floats(bs[i], v + N);
-                    if (bias) add<T, N>(v + N, bias + sources[i] + place.b);
-                }
+            to_floats(as[i], v);
+            to_floats(bs[i], v + N);
+            if (bias) {
+                add<T, N>(v, bias + sources[i] + place.a);
+                add<T, N>(v + N, bias + sources[i] + place_b);
             }
             if (kNormed) {
                 const OffloadNorm& norm = is_query ? x.q_norm : x.k_norm;
                 if (begin == 0) {
                     // f(values, how many of them belong to the head) for every unit of this lane.
                     const auto for_units = [&](auto f) {
-                        if (here) f(v, has_b ? 2 * N : N);
+                        if (inside) f(v, has_b ? 2 * N : N);
                         if constexpr (!kOneUnit) {
-                            for (int other = unit + plan.lanes; other < plan.units;
+                            for (int other = lane + plan.lanes; other < plan.units;
                                  other += plan.lanes) {
-                                if (sources[i] < 0) break;
                                 const Place at = place_of<N>(x, plan, other);
                                 const bool both = at.b < x.head_dim;
                                 float w[2 * N] = {};
@@ -180,11 +177,10 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
                     squares = head_sum(squares, plan.lanes);
                     scales[i] = __frsqrt_rn(squares / x.head_dim + norm.eps);
                 }
-                if (here && !is_value && norm.kind) {
+                if (!is_value && norm.kind) {
 #pragma unroll
                     for (int part = 0; part < 2; ++part) {
-                        if (part == 1 && !has_b) continue;
-                        const int at = part == 0 ? place.a : place.b;
+                        const int at = part == 0 ? place.a : place_b;
                         float* y = v + part * N;
 #pragma unroll
                         for (int j = 0; j < N; ++j) y[j] = (y[j] - means[i]) * scales[i];
@@ -198,7 +194,6 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
                     }
                 }
             }
-            if (!here) continue;
             if (turns && !is_value) {
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
@@ -213,6 +208,7 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
                     }
                 }
             }
+            if (!inside || !there[i]) continue;
             T* target = targets[i];
             if (!is_query) {
                 if (column < 0 || column >= x.cache_capacity) continue;
