@@ -5,6 +5,7 @@ a CPU it runs its reference. `offload.kernels.ops` has the same ops as `torch.op
 """
 
 from offload.kernels.activation import Activation
+from offload.kernels.attention import DecodeAttention
 from offload.kernels.library import KernelError, why_not
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
@@ -12,6 +13,7 @@ from offload.kernels.rotary import QkvLayout, RotaryAppend
 
 __all__ = [
     "Activation",
+    "DecodeAttention",
     "KernelError",
     "Norm",
     "QkvLayout",

@@ -96,8 +96,11 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield case(shape, device)
 
 
-def case(shape: Shape, device: torch.device) -> Case:
-    """Ours launched as in a model, before the kernel ahead of it has ended, and by itself."""
+def case(shape: Shape, device: torch.device, splits: int = 0) -> Case:
+    """Ours launched as in a model, before the kernel ahead of it has ended, and by itself.
+
+    `splits`: see DecodeAttention; to try other shares than the library chooses.
+    """
     lengths = shape.lengths()
     visible = shape.bytes_of(sum(lengths))
     count = 1 if shape.bytes_allocated > LARGE else copies(visible, device)
@@ -124,6 +127,7 @@ def case(shape: Shape, device: torch.device) -> Case:
                     length=length,
                     scale=shape.head_dim**-0.5,
                     workspace=workspace,
+                    splits=splits,
                     early=early,
                 )
                 for pair in caches
