@@ -181,7 +181,7 @@ def offload_built(
     spec, engine_reason = _choose_engine(network, config)
     parts = take_apart(network, own_tier, spec.adjacent() if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
-    plan = _plan(parts, config, network, io)
+    plan = _plan(parts, config, _reserve(network, config, fused=spec is not None), io)
     layers, pack = _pack(parts, plan, checkpoint, config)
     store = WeightStore(layers, plan, device, io)
     try:
@@ -256,13 +256,13 @@ def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> li
 
 
 def _plan(
-    parts: ModelParts, config: OffloadConfig, network: PreTrainedModel, io: Mapping[str, Any]
+    parts: ModelParts, config: OffloadConfig, reserve_bytes: int, io: Mapping[str, Any]
 ) -> Plan:
     sizes = [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers]
     kind = config.compute.type
     work = Workload(
         outside_bytes=parts.outside_bytes,
-        reserve_bytes=_reserve(network, config),
+        reserve_bytes=reserve_bytes,
         depth=config.prefetch or DEFAULT_PREFETCH[kind],
         max_chunk_bytes=io.get("block_size", CHUNK_BYTES),
         max_chunks=io.get("queue_depth", CHUNKS[kind]),
@@ -294,12 +294,12 @@ def _tier_of(layer: str, tiers: Mapping[str, Tier]) -> Tier:
     return tiers[max(found, key=len)]
 
 
-def _reserve(network: PreTrainedModel, config: OffloadConfig) -> int:
+def _reserve(network: PreTrainedModel, config: OffloadConfig, fused: bool) -> int:
     if config.compute.type == "cpu":
         return 0  # there the budget is one of weights
     shape = ModelShape.of(network.config)
     length = config.max_length or min(shape.max_length, DEFAULT_LENGTH)
-    return shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize)
+    return shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize, fused)
 
 
 def _budget(config: OffloadConfig) -> Budget:

@@ -45,6 +45,13 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print one JSON object, when done, instead of the text"
     )
     add_placement(parser)
+    parser.add_argument(
+        "--engine",
+        default="auto",
+        metavar="NAME",
+        help="transformers (the model's own modules), fused (the project's CUDA kernels), or auto: "
+        "fused where the GPU and the family allow it (default: auto)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-memory",
@@ -114,6 +121,7 @@ def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
         dtype=args.dtype or "auto",
         device=args.device,
         prefetch=args.prefetch,
+        engine=args.engine,
         batch_size=args.batch_size,
         max_length=args.max_length or length + args.max_new_tokens,
         trust_remote_code=args.trust_remote_code,

@@ -13,11 +13,8 @@ from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
 from offload.models.layer_weights import LayerWeights, Product
 from offload.models.prefill_attention import PrefillAttention
+from offload.models.shape import MLP_ROWS
 from offload.models.spec import Angles, LayerSpec
-
-# Rows of the MLP at once: its wide activations are the largest of a pass, and more rows than
-# these make no product faster.
-MLP_ROWS = 8192
 
 
 @dataclass(slots=True)

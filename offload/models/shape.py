@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+# Rows of the fused MLP at once: its wide activations are the largest of a pass, and more rows than
+# these make no product faster.
+MLP_ROWS = 8192
 DEFAULT_LENGTH = 2048  # tokens, where the user names none and the model allows more
 
 
@@ -60,18 +63,23 @@ class ModelShape:
             ),
         )
 
-    def reserve_bytes(self, batch: int, length: int, itemsize: int) -> int:
+    def reserve_bytes(self, batch: int, length: int, itemsize: int, fused: bool = False) -> int:
         """Bytes to keep free for `batch` sequences of `length` tokens: KV cache, activations of one
         layer, logits.
 
         A prompt of the whole length is assumed. The activations counted are those that are alive at
         once in the widest place of a block: residual, normed input and the two wide tensors of the
         MLP; queries, keys and values are narrower. Attention is taken to be fused (no score
-        matrix). Logits are those of one token a sequence, in fp32 too.
+        matrix). Logits are those of one token a sequence, in fp32 too. The `fused` engine keeps
+        what is as wide as the residual (queries, keys and values and what attention makes of them
+        too) beside an MLP of a part of the rows.
         """
         tokens = batch * length
         kv = self.layers * self.kv_width * tokens * itemsize
         activations = tokens * (3 * self.hidden + 2 * self.intermediate) * itemsize
+        if fused:
+            wide = 3 * self.intermediate * min(tokens, MLP_ROWS)
+            activations = (8 * self.hidden * tokens + wide) * itemsize
         logits = batch * self.vocabulary * (itemsize + 4)
         return kv + activations + logits
 
