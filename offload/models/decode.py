@@ -98,7 +98,9 @@ class DecodeSession:
         calls = self._calls.get((index, slot))
         if calls is None:
             with torch.inference_mode(False):
-                calls = self._make(index, weights)
+                # A resident layer comes right behind another one, whatever is issued.
+                ahead = self._calls.get((index - 1, None)) if slot is None else None
+                calls = self._make(index, weights, ahead[-1] if ahead else None)
             self._calls[index, slot] = calls
         stream = current_stream(self._device)  # another one while a graph is captured
         for call in calls:
@@ -117,8 +119,8 @@ class DecodeSession:
             self._memory[name, width] = found
         return found
 
-    def _make(self, index: int, weights: LayerWeights) -> list[Call]:
-        """The calls of a layer, in the order of their launch."""
+    def _make(self, index: int, weights: LayerWeights, ahead: Call | None) -> list[Call]:
+        """The calls of a layer, in the order of their launch, behind the call `ahead`."""
         spec, layout = self._spec.layers[index], self._spec.layers[index].layout
         keys, values = self._caches[index]
         heads = (self.batch, layout.heads, layout.head_dim)
@@ -126,7 +128,7 @@ class DecodeSession:
         query = self._rows("query", layout.heads * layout.head_dim)
         attended = self._rows("attended", layout.heads * layout.head_dim)
         cos, sin = self._angles[spec.rotary] if spec.rotary is not None else (None, None)
-        chain = _Chain()
+        chain = _Chain(ahead)
         self._multiply(chain, self.hidden, weights.qkv, qkv, norm=weights.attention_norm)
         chain.add(
             RotaryAppend,
@@ -225,24 +227,25 @@ class DecodeSession:
 class _Chain:
     """Calls that run one behind the other; each may begin before the kernel ahead has ended.
 
-    That holds within a layer: its weights are in place before its first kernel begins. It needs a
-    kernel of the project's own ahead, so nothing begins early behind a product of cuBLAS.
+    That holds where weights are in place before: within a layer, and from one resident layer to
+    the next (`ahead`). It needs a kernel of the project's own ahead, so nothing begins early behind
+    a product of cuBLAS.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: Call | None) -> None:
         self.calls: list[Call] = []
+        self._ahead = ahead
 
     def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
         """Make the call and put it last."""
-        self.calls.append(kind(*args, **kwargs, early=self._behind_own()))
+        call = kind(*args, **kwargs, early=self._behind_own())
+        self.calls.append(call)
+        self._ahead = call
 
     def _behind_own(self) -> bool:
-        if not self.calls:
-            return False
-        last = self.calls[-1]
-        if isinstance(last, Linear):
-            return last.choice is not None and last.choice.way != "cublas"
-        return True
+        if isinstance(self._ahead, Linear):
+            return self._ahead.choice is not None and self._ahead.choice.way != "cublas"
+        return self._ahead is not None
 
 
 def buffers_of(layer: KvLayer) -> Buffers:
