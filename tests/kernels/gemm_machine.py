@@ -76,14 +76,15 @@ def host_library() -> ctypes.CDLL:
         pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
     folder = Path(tempfile.mkdtemp(prefix="offload-host-gemm-"))
     try:
-        for name in ("skinny_gemm.cu", "skinny_gemm_math.cuh", "library.cu", "common.cuh"):
+        for name in ("skinny_gemm_math.cuh", "library.cu", "common.cuh"):
             shutil.copy(CSRC / name, folder)
         shutil.copy(CSRC / "offload_kernels.h", folder)
         shutil.copy(HERE / "host_async_copy.hpp", folder / "async_copy.cuh")
         shutil.copy(HERE / "host_tensor_core.hpp", folder / "tensor_core.cuh")
-        source = (folder / "skinny_gemm.cu").read_text()
-        assert source.count(SHARED) == 1
-        (folder / "skinny_gemm.cu").write_text(source.replace(SHARED, ON_HOST))
+        for name in ("skinny_gemm.cu", "skinny_gemm_staged.cuh"):
+            source = (CSRC / name).read_text()
+            assert source.count(SHARED) == 1
+            (folder / name).write_text(source.replace(SHARED, ON_HOST))
         flags = ["-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w"]
         flags += ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
         flags += ["-fno-sanitize-recover=all", "-static-libubsan"]

@@ -18,7 +18,12 @@ struct HostCopy {
     unsigned char* to;
     const void* from;
     uint32_t bytes;
-    void run() const { memcpy(to, from, bytes); }
+    void run() const {
+        if (from)
+            memcpy(to, from, bytes);
+        else
+            memset(to, 0, bytes);
+    }
 };
 struct HostBarrier {
     std::vector<HostCopy> copies;
@@ -63,6 +68,7 @@ inline HostCopy host_copy(uint32_t to, const void* from, uint32_t bytes) {
     return {host_cuda::shared_memory + to, from, bytes};
 }
 
+// From nowhere: zeros.
 inline void copy_async16(uint32_t to, const void* from, uint64_t) {
     auto& groups = host_groups[host_cuda::current];
     if (groups.empty()) groups.emplace_back();
@@ -71,6 +77,10 @@ inline void copy_async16(uint32_t to, const void* from, uint64_t) {
         groups.back().push_back(copy);
     else
         copy.run();
+}
+
+inline void copy_async16_or_zero(uint32_t to, const void* from, bool there, uint64_t = 0) {
+    copy_async16(to, there ? from : nullptr, 0);
 }
 
 inline void commit_copies() {

@@ -22,6 +22,21 @@ __device__ __forceinline__ void copy_async16(uint32_t to, const void* from, uint
                  : "memory");
 }
 
+// The same, or zeros without reading.
+__device__ __forceinline__ void copy_async16_or_zero(uint32_t to, const void* from, bool there,
+                                                     uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0), "l"(policy)
+                 : "memory");
+}
+
+// Of what other blocks read too, and L2 should keep.
+__device__ __forceinline__ void copy_async16_or_zero(uint32_t to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -47,6 +47,7 @@ struct Plan {
     int32_t norm_in_block;  // each block normalises the rows for itself
     int32_t input_pitch;    // bytes from row to row of these
     int32_t input_at, ring_at;
+    int32_t sums_at;  // where warps of a staged block leave sums for each other
 };
 
 // Part u of all tiles' parts begins at this chunk of all tiles' chunks.
@@ -160,6 +161,14 @@ __device__ void normalize_in_block(const OffloadSkinnyGemm& a, unsigned char* to
     }
     __syncthreads();
 }
+
+}  // namespace
+}  // namespace offload
+
+#include "skinny_gemm_staged.cuh"
+
+namespace offload {
+namespace {
 
 // One warp's stages: which rows go there, how they come, and when they are there.
 template <typename T, int kTile>
@@ -516,9 +525,11 @@ __global__ void __launch_bounds__(256) plain_gemm_kernel(const OffloadSkinnyGemm
 
 using Kernel = void (*)(OffloadSkinnyGemm, Plan, float*);
 
+enum class Way { kFma, kMma, kStaged };  // each warp alone, by FMA or tensor cores; or together
+
 struct Variant {
-    bool mma;
-    int tile;         // weight rows of a warp
+    Way way;
+    int tile;         // weight rows of a warp; of a block, if staged
     int warps;        // of a block
     int chunk_bytes;  // of a row in a stage: a power of two
     int stages;
@@ -527,28 +538,37 @@ struct Variant {
 
 // Shared memory of a block is below 113 KB where two blocks are to live on an SM.
 constexpr Variant kVariants[] = {
-    {true, 16, 8, 256, 3, true},   // 104 KB
-    {true, 16, 4, 512, 3, true},   // 101 KB
-    {true, 16, 4, 256, 5, true},   // 87 KB
-    {true, 16, 4, 1024, 3, true},  // 200 KB: alone on its SM
-    {true, 32, 4, 256, 3, true},   // 104 KB
-    {true, 32, 4, 512, 3, true},   // 203 KB: alone on its SM
-    {true, 16, 8, 256, 3, false},  // the same by cp.async
-    {true, 16, 4, 512, 3, false},  {true, 32, 4, 256, 3, false},
-    {false, 16, 4, 512, 3, true},                                 // 101 KB
-    {false, 8, 8, 512, 3, true},                                  // 101 KB
-    {false, 8, 4, 1024, 3, true},                                 // 100 KB
-    {false, 16, 4, 512, 3, false}, {false, 8, 4, 512, 6, false},  // 101 KB
-    {false, 4, 4, 512, 12, true},  // 101 KB: float32 with more than 8 rows
-    {false, 4, 4, 512, 8, false},  // 68 KB
+    {Way::kStaged, 64, 8, 256, 5, false},   // 90 to 100 KB
+    {Way::kStaged, 32, 8, 512, 5, false},   // 100 to 120 KB
+    {Way::kStaged, 64, 8, 512, 4, false},   // 144 to 160 KB: alone on its SM, as those below
+    {Way::kStaged, 64, 8, 256, 9, false},   // 162 to 180 KB
+    {Way::kStaged, 32, 8, 512, 9, false},   // 180 to 216 KB
+    {Way::kStaged, 128, 8, 256, 5, false},  // 170 to 180 KB
+    {Way::kMma, 16, 8, 256, 3, true},       // 104 KB
+    {Way::kMma, 16, 4, 512, 3, true},       // 101 KB
+    {Way::kMma, 16, 4, 256, 5, true},       // 87 KB
+    {Way::kMma, 16, 4, 1024, 3, true},      // 200 KB: alone on its SM
+    {Way::kMma, 32, 4, 256, 3, true},       // 104 KB
+    {Way::kMma, 32, 4, 512, 3, true},       // 203 KB: alone on its SM
+    {Way::kMma, 16, 8, 256, 3, false},      // the same by cp.async
+    {Way::kMma, 16, 4, 512, 3, false},     {Way::kMma, 32, 4, 256, 3, false},
+    {Way::kFma, 16, 4, 512, 3, true},                                         // 101 KB
+    {Way::kFma, 8, 8, 512, 3, true},                                          // 101 KB
+    {Way::kFma, 8, 4, 1024, 3, true},                                         // 100 KB
+    {Way::kFma, 16, 4, 512, 3, false},     {Way::kFma, 8, 4, 512, 6, false},  // 101 KB
+    {Way::kFma, 4, 4, 512, 12, true},  // 101 KB: float32 with more than 8 rows
+    {Way::kFma, 4, 4, 512, 8, false},  // 68 KB
 };
 constexpr int kVariantCount = static_cast<int>(sizeof kVariants / sizeof *kVariants);
 
 struct Choice {
-    Kernel kernel;
-    int index;  // of the kernel, for what must be told to CUDA once
-    int threads;
-    int block;  // elements of the depth at once
+    Kernel kernel = nullptr;
+    int index = 0;  // of the kernel, for what must be told to CUDA once
+    int threads = 0;
+    int block = 0;        // elements of the depth at once
+    int stage_bytes = 0;  // of a staged block: weights, activations, and what warps leave
+    int input_bytes = 0;
+    int sum_bytes = 0;
 };
 
 template <class Math>
@@ -556,12 +576,34 @@ Choice choice(int index) {
     return {skinny_gemm_kernel<Math>, index, Math::kThreads, Math::kBlock};
 }
 
+template <typename T, int kColumns, int kTile, int kChunkBytes>
+Choice staged(int index) {
+    using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>,
+            index,
+            kStagedThreads,
+            kChunkBytes / static_cast<int>(sizeof(T)),
+            Shape::kWeightBytes,
+            Shape::kInputBytes,
+            Shape::kSumBytes};
+}
+
 constexpr int kKernelCount = 64;
 
 // The kernel for a variant on `rows` rows, or none.
 template <typename T>
 Choice half_kernel(const Variant& v, int rows, int base) {
-    if (v.mma) {
+    if (v.way == Way::kStaged) {
+        if (v.tile == 32)
+            return rows <= 8 ? staged<T, 1, 32, 512>(base + 10) : staged<T, 2, 32, 512>(base + 11);
+        if (v.tile == 128)
+            return rows <= 8 ? staged<T, 1, 128, 256>(base + 12)
+                             : staged<T, 2, 128, 256>(base + 13);
+        if (v.chunk_bytes == 512)
+            return rows <= 8 ? staged<T, 1, 64, 512>(base + 14) : staged<T, 2, 64, 512>(base + 15);
+        return rows <= 8 ? staged<T, 1, 64, 256>(base + 16) : staged<T, 2, 64, 256>(base + 17);
+    }
+    if (v.way == Way::kMma) {
         if (v.tile == 16)
             return rows <= 8 ? choice<Mma<T, 8, 16>>(base) : choice<Mma<T, 16, 16>>(base + 1);
         return rows <= 8 ? choice<Mma<T, 8, 32>>(base + 2) : choice<Mma<T, 16, 32>>(base + 3);
@@ -574,33 +616,41 @@ Choice half_kernel(const Variant& v, int rows, int base) {
         if (rows == 1) return choice<Fma<T, 1, 8>>(base + 7);
         return rows == 2 ? choice<Fma<T, 2, 8>>(base + 8) : choice<Fma<T, 4, 8>>(base + 9);
     }
-    return {nullptr, 0, 0, 0};
+    return {};
 }
 
 Choice float_kernel(const Variant& v, int rows) {
-    if (v.mma) return {nullptr, 0, 0, 0};
+    if (v.way != Way::kFma) return {};
     if (v.tile == 16 && rows <= 4) {
         if (rows == 1) return choice<Fma<float, 1, 16>>(0);
         return rows == 2 ? choice<Fma<float, 2, 16>>(1) : choice<Fma<float, 4, 16>>(2);
     }
     if (v.tile == 8 && rows > 4 && rows <= 8) return choice<Fma<float, 8, 8>>(3);
     if (v.tile == 4 && rows > 8) return choice<Fma<float, 16, 4>>(4);
-    return {nullptr, 0, 0, 0};
+    return {};
 }
 
 int64_t element_bytes(const OffloadSkinnyGemm& a) { return a.dtype == OFFLOAD_F32 ? 4 : 2; }
 
+// All stages of a block; activations that are not staged are elsewhere.
+int ring_bytes(const Variant& v, const Choice& choice, bool staged_inputs) {
+    if (v.way == Way::kStaged)
+        return v.stages * (choice.stage_bytes + (staged_inputs ? choice.input_bytes : 0));
+    return v.warps * v.stages * v.tile * (v.chunk_bytes + 16);
+}
+
 Choice kernel_of(const Variant& v, const OffloadSkinnyGemm& a, const Device& device) {
-    Choice found = {nullptr, 0, 0, 0};
+    Choice found;
     if (v.bulk && device.major < 9) return found;
     if (a.dtype == OFFLOAD_F32) found = float_kernel(v, a.rows);
-    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, 16);
+    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, 8);
     if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, 32);
     if (found.kernel &&
         (v.warps * 32 > found.threads || v.chunk_bytes % (found.block * element_bytes(a)) != 0))
         found.kernel = nullptr;
-    const int ring = v.warps * v.stages * v.tile * (v.chunk_bytes + 16);
-    if (ring + kBarrierBytes + kScratchBytes > device.shared_per_block) found.kernel = nullptr;
+    if (kBarrierBytes + kScratchBytes + found.sum_bytes + ring_bytes(v, found, true) >
+        device.shared_per_block)
+        found.kernel = nullptr;
     return found;
 }
 
@@ -672,14 +722,19 @@ bool input_is_wide(const OffloadSkinnyGemm& a) {
 // Where nothing was measured. Many rows want many weight rows a warp: the activations come from L2
 // once for each of these.
 int default_variant(const OffloadSkinnyGemm& a, const Device& device) {
-    static constexpr int bulk_few[] = {0, 1, 6, 9, 12, 11, 13, 14, 15},
-                         bulk_many[] = {4, 0, 8, 11, 13, 14, 15};
+    static constexpr int bulk_few[] = {0, 6, 7, 12, 15, 18, 17, 19, 20, 21},
+                         bulk_many[] = {0, 10, 6, 14, 17, 19, 20, 21};
     const bool many = a.rows > 8;
     const int* order = many ? bulk_many : bulk_few;
     const int count = many ? static_cast<int>(sizeof bulk_many / sizeof *bulk_many)
                            : static_cast<int>(sizeof bulk_few / sizeof *bulk_few);
-    for (int i = 0; i < count; ++i)
-        if (kernel_of(kVariants[order[i]], a, device).kernel) return order[i];
+    // A staged block cuts no depth, so it wants rows for every SM.
+    const bool few_outputs = a.outputs < 8ll * device.multiprocessors;
+    for (int i = 0; i < count; ++i) {
+        const Variant& v = kVariants[order[i]];
+        if (v.way == Way::kStaged && few_outputs) continue;
+        if (kernel_of(v, a, device).kernel) return order[i];
+    }
     return -1;
 }
 
@@ -724,6 +779,7 @@ int make_call(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
     p.stages = v.stages;
     while (1 << p.row_shift < v.chunk_bytes) ++p.row_shift;
     p.bulk = v.bulk;
+    const bool is_staged = v.way == Way::kStaged;
     const int64_t per_tile = v.warps * v.tile / (a.gated ? 2 : 1);
     const int64_t tiles = (static_cast<int64_t>(a.outputs) + per_tile - 1) / per_tile;
     const int64_t chunks = (static_cast<int64_t>(a.depth) + p.chunk - 1) / p.chunk;
@@ -734,25 +790,32 @@ int make_call(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
     p.splits = a.splits ? static_cast<uint32_t>(std::min<int64_t>(a.splits, chunks))
                         : choose_splits(tiles, chunks, device.multiprocessors);
     p.blocks = static_cast<uint32_t>(std::min<int64_t>(tiles * p.splits, device.multiprocessors));
+    if (is_staged) {
+        p.splits = 1;
+        p.blocks = device.multiprocessors;
+    }
 
-    const int ring = v.warps * v.stages * v.tile * p.pitch;
-    p.input_at = kBarrierBytes + kScratchBytes;
+    p.sums_at = kBarrierBytes + kScratchBytes;
+    p.input_at = p.sums_at + call.choice.sum_bytes;
     p.ring_at = p.input_at;
+    int ring = ring_bytes(v, call.choice, true);
     if (norm) {
         // 64 more than a multiple of 128: two rows of 64 bytes meet no bank twice.
-        const int64_t pitch = round_up(a.depth * element, 128) + 64;
+        const int64_t pitch = round_up(a.depth * element, is_staged ? v.chunk_bytes : 128) + 64;
         const int64_t bytes = round_up(pitch * a.rows, 128);
+        const int beside = ring_bytes(v, call.choice, false);
         if (input_is_wide(a) && aligned16(a.norm.weight) && aligned16(a.norm.bias) &&
-            bytes <= kMostFusedNorm && p.ring_at + bytes + ring <= device.shared_per_block) {
+            bytes <= kMostFusedNorm && p.ring_at + bytes + beside <= device.shared_per_block) {
             call.norm_apart = false;
             p.norm_in_block = 1;
             p.input_pitch = static_cast<int32_t>(pitch);
             p.ring_at += static_cast<int32_t>(bytes);
+            ring = beside;
         }
     }
     call.shared = p.ring_at + ring;
     if (p.splits > 1) {
-        const bool is_fma = !v.mma;
+        const bool is_fma = v.way == Way::kFma;
         const int bucket = a.rows == 1   ? 1
                            : a.rows == 2 ? 2
                            : a.rows <= 4 ? 4

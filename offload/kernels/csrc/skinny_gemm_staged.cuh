@@ -1,0 +1,229 @@
+// The product for blocks that work together: all warps of a block share its weight rows and the
+// activations beside them, a chunk of the depth at a time, in one ring of shared memory.
+//
+// Every block has an equal number of outputs, to the row, cut into equal tiles of at most kTile
+// weight rows: so all SMs read as much, no depth is split, and nothing is added up between blocks.
+// Background copies (cp.async) keep all stages but one under way. Activations come with the
+// weights, once for a whole tile: 1/8 of the bytes at 8 rows and tiles of 64, from L2. Warps share
+// out a tile's groups of 16 rows and, where there are fewer of these than warps, the chunk's depth;
+// their sums are added in the order of the depth, so results repeat bit for bit.
+#pragma once
+#include "async_copy.cuh"
+#include "skinny_gemm_math.cuh"
+
+namespace offload {
+
+constexpr int kStagedThreads = 256;
+
+// How a staged block lies in shared memory, for the kernel and for the launcher.
+template <int kColumns, int kTile, int kChunkBytes>
+struct StagedShape {
+    static constexpr int kWarps = kStagedThreads / 32;
+    static constexpr int kGroups = kTile / 16;
+    static constexpr int kParts = kWarps / kGroups;  // of a chunk's depth
+    static constexpr int kSteps = kChunkBytes / 64;  // of 32 elements
+    static constexpr int kOwnSteps = kSteps / kParts;
+    static constexpr int kPieces = kChunkBytes / 16;  // of a row
+    static constexpr int kWeightBytes = kTile * kChunkBytes;
+    static constexpr int kInputBytes = kColumns * 8 * kChunkBytes;
+    static constexpr int kSumBytes = (kParts - 1) * kGroups * 32 * kColumns * 16;
+    static_assert(kTile % 16 == 0 && kParts >= 1 && kParts * kGroups == kWarps, "whole groups");
+    static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
+};
+
+// A block's outputs, tile by tile and chunk by chunk.
+struct StagedWalk {
+    int64_t first, count;  // of the block
+    int tiles, chunks;
+    int tile, chunk;
+    int64_t output;  // the tile's first
+    int outputs;     // of the tile
+
+    __device__ StagedWalk(int64_t first, int64_t count, int most, int chunks)
+        : first(first),
+          count(count),
+          tiles(static_cast<int>((count + most - 1) / most)),
+          chunks(chunks),
+          tile(0),
+          chunk(0) {
+        begin_tile();
+    }
+
+    __device__ void begin_tile() {
+        if (tile >= tiles) return;
+        output = first + count * tile / tiles;
+        outputs = static_cast<int>(first + count * (tile + 1) / tiles - output);
+    }
+
+    __device__ bool more() const { return tile < tiles; }
+
+    __device__ void advance() {
+        if (++chunk < chunks) return;
+        chunk = 0;
+        ++tile;
+        begin_tile();
+    }
+};
+
+template <typename T, int kColumns, int kTile, int kChunkBytes>
+__global__ void __launch_bounds__(kStagedThreads, 2)
+    staged_gemm_kernel(const OffloadSkinnyGemm a, const Plan p, float*) {
+    using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    let_next_kernel_begin();
+
+    const int64_t first = static_cast<int64_t>(a.outputs) * blockIdx.x / p.blocks;
+    const int64_t last = static_cast<int64_t>(a.outputs) * (blockIdx.x + 1) / p.blocks;
+    const int most = a.gated ? kTile / 2 : kTile;
+    const int chunks = (a.depth - 1) / p.chunk + 1;
+    const int stage_bytes = Shape::kWeightBytes + (p.norm_in_block ? 0 : Shape::kInputBytes);
+    const uint32_t ring = shared_address(shared) + p.ring_at;
+    const uint64_t policy = evict_first_policy();
+    StagedWalk ahead(first, last - first, most, chunks), at(first, last - first, most, chunks);
+
+    // Rows without an output are left as they are: each row's sums are its own.
+    auto fetch_weights = [&](int slot) {
+        const uint32_t to = ring + slot * stage_bytes;
+        const int64_t column = static_cast<int64_t>(ahead.chunk) * p.chunk;
+#pragma unroll
+        for (int i = threadIdx.x; i < kTile * Shape::kPieces; i += kStagedThreads) {
+            const int row = i / Shape::kPieces, piece = i % Shape::kPieces;
+            // With a gate, a group's first 8 rows are gate rows and the others their up rows.
+            const int output = a.gated ? row / 16 * 8 + row % 8 : row;
+            if (output >= ahead.outputs) continue;
+            const int64_t from = ahead.output + output + (a.gated && row % 16 >= 8 ? a.outputs : 0);
+            const int64_t k = column + piece * (16 / static_cast<int>(sizeof(T)));
+            const bool there = k < a.depth;
+            copy_async16_or_zero(
+                to + row * kChunkBytes + (piece ^ (row & 1) << 2) * 16,
+                static_cast<const T*>(a.weight) + from * a.weight_stride + (there ? k : 0), there,
+                policy);
+        }
+    };
+    auto fetch_inputs = [&](int slot, int chunk) {
+        if (p.norm_in_block) return;
+        const uint32_t to = ring + slot * stage_bytes + Shape::kWeightBytes;
+#pragma unroll
+        for (int i = threadIdx.x; i < kColumns * 8 * Shape::kPieces; i += kStagedThreads) {
+            const int row = i / Shape::kPieces, piece = i % Shape::kPieces;
+            if (row >= a.rows) continue;
+            const int64_t k =
+                static_cast<int64_t>(chunk) * p.chunk + piece * (16 / static_cast<int>(sizeof(T)));
+            const bool there = k < a.depth;
+            copy_async16_or_zero(
+                to + row * kChunkBytes + (piece ^ (row & 1) << 2) * 16,
+                static_cast<const T*>(a.input) + row * a.input_stride + (there ? k : 0), there);
+        }
+    };
+
+    // Only the weights are sure to be there before the kernel ahead has ended.
+    int begun = 0;
+    for (; begun + 1 < p.stages && ahead.more(); ++begun) {
+        fetch_weights(begun);
+        ahead.advance();
+    }
+    wait_for_previous_kernel();
+    if (p.norm_in_block) {
+        // Behind the depth the weights are zeros, and zero times anything is not always zero.
+        const int end = a.depth * static_cast<int>(sizeof(T)), rest = p.input_pitch - end;
+        for (int i = threadIdx.x * 16; i < a.rows * rest; i += kStagedThreads * 16)
+            *reinterpret_cast<uint4*>(shared + p.input_at + i / rest * p.input_pitch + end +
+                                      i % rest) = make_uint4(0, 0, 0, 0);
+        normalize_in_block<T>(a, shared + p.input_at, p.input_pitch,
+                              reinterpret_cast<float*>(shared + kBarrierBytes));
+    }
+    for (int s = 0; s + 1 < p.stages; ++s) {
+        if (s < begun) fetch_inputs(s, s % chunks);
+        commit_copies();
+    }
+
+    const int group = warp % Shape::kGroups, part = warp / Shape::kGroups;
+    const int row = lane / 4, swap = (row & 1) << 2;
+    float sums[2][kColumns][4] = {};
+    for (int slot = 0; at.more(); at.advance()) {
+        wait_for_copies(p.stages - 2);
+        __syncthreads();  // the stage is here for all, and all are done with the one before
+        if (ahead.more()) {
+            const int to = slot == 0 ? p.stages - 1 : slot - 1;
+            fetch_weights(to);
+            fetch_inputs(to, ahead.chunk);
+            ahead.advance();
+        }
+        commit_copies();
+
+        const unsigned char* stage = shared + p.ring_at + slot * stage_bytes;
+        const unsigned char* weights = stage + (group * 16 + row) * kChunkBytes;
+        slot = slot + 1 == p.stages ? 0 : slot + 1;
+#pragma unroll
+        for (int own = 0; own < Shape::kOwnSteps; ++own) {
+            const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
+            const int place = (piece ^ swap) * 16;
+            const uint4 low = *reinterpret_cast<const uint4*>(weights + place);
+            const uint4 high = *reinterpret_cast<const uint4*>(weights + 8 * kChunkBytes + place);
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+                const int input = min(c * 8 + row, a.rows - 1);
+                const uint4 x =
+                    p.norm_in_block
+                        ? *reinterpret_cast<const uint4*>(shared + p.input_at +
+                                                          input * p.input_pitch +
+                                                          (at.chunk * Shape::kPieces + piece) * 16)
+                        : *reinterpret_cast<const uint4*>(stage + Shape::kWeightBytes +
+                                                          (c * 8 + row) * kChunkBytes + place);
+                multiply_tile(sums[0][c], low.x, high.x, low.y, high.y, x.x, x.y, T());
+                multiply_tile(sums[1][c], low.z, high.z, low.w, high.w, x.z, x.w, T());
+            }
+        }
+        if (at.chunk + 1 < chunks) continue;
+
+        float v[kColumns][4];
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                v[c][i] = sums[0][c][i] + sums[1][c][i];
+                sums[0][c][i] = sums[1][c][i] = 0.f;
+            }
+        if constexpr (Shape::kParts > 1) {
+            float4* exchange = reinterpret_cast<float4*>(shared + p.sums_at);
+            if (part > 0)
+#pragma unroll
+                for (int c = 0; c < kColumns; ++c)
+                    exchange[(((part - 1) * Shape::kGroups + group) * kColumns + c) * 32 + lane] =
+                        make_float4(v[c][0], v[c][1], v[c][2], v[c][3]);
+            __syncthreads();
+            if (part > 0) continue;
+#pragma unroll
+            for (int other = 0; other < Shape::kParts - 1; ++other)
+#pragma unroll
+                for (int c = 0; c < kColumns; ++c) {
+                    const float4 x =
+                        exchange[((other * Shape::kGroups + group) * kColumns + c) * 32 + lane];
+                    v[c][0] += x.x;
+                    v[c][1] += x.y;
+                    v[c][2] += x.z;
+                    v[c][3] += x.w;
+                }
+        }
+        const T* bias = static_cast<const T*>(a.bias);
+        const T* residual = static_cast<const T*>(a.residual);
+        T* output = static_cast<T*>(a.output);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (a.gated && i >= 2) break;
+                const int r = c * 8 + lane % 4 * 2 + i % 2;
+                const int in_tile = a.gated ? group * 8 + row : group * 16 + row + i / 2 * 8;
+                if (r >= a.rows || in_tile >= at.outputs) continue;
+                const int64_t n = at.output + in_tile;
+                float y = activate(v[c][i] + (bias ? to_float(bias[n]) : 0.f), a.activation);
+                if (a.gated) y *= v[c][(i + 2) % 4] + (bias ? to_float(bias[n + a.outputs]) : 0.f);
+                if (residual) y += to_float(residual[r * a.residual_stride + n]);
+                output[r * a.output_stride + n] = from_float<T>(y);
+            }
+    }
+}
+
+}  // namespace offload
