@@ -62,7 +62,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
     inputs = draw(st.sampled_from(["r", "b", "2", "rb", "r2", "b2", "rb2"]))
     norms = {name: draw(st.sampled_from(NORMS)) for name in ("norm", "norm2")}
     return {
-        "rows": draw(st.sampled_from([0, 1, 2, 3, 5, 9, 11])),
+        "rows": draw(st.sampled_from([0, 1, 2, 3, 5, 9, 11, 35])),
         "width": draw(st.sampled_from(WIDTHS) | st.integers(1, 300)),
         "dtype": draw(st.sampled_from(DTYPES)),
         "inputs": inputs,
@@ -74,7 +74,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
         "offset": draw(st.sampled_from([0, 0, 0, 1])),
         "mean": draw(st.sampled_from([0.0, 3.0])),
         "weight_offset": draw(st.sampled_from([0.0, 1.0])),
-        "packs": draw(st.sampled_from([0, 1, 2, 4])),
+        "packs": draw(st.sampled_from([0, 1, 2, 4, 21, 22, 24, 31, 32, 34, 42])),
         "in_place": draw(flag),
         "seed": draw(st.integers(0, 99)),
     }

@@ -94,6 +94,17 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
+struct Device {
+    int index;
+    int multiprocessors;
+    int major;             // compute capability
+    int shared_per_block;  // bytes a block may ask for
+};
+
+// The current device's facts, asked for once a device; index < 0 where CUDA refuses
+// (offload_last_error has why).
+const Device& current_device();
+
 template <typename... Parameters, typename... Arguments>
 int launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
            void* stream, bool early, Arguments... arguments) {
@@ -106,20 +117,10 @@ int launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 bloc
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = early ? 1 : 0;
+    // Older devices refuse the attribute.
+    config.numAttrs = early && current_device().major >= 9 ? 1 : 0;
     return cuda_status(name,
                        cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
-
-struct Device {
-    int index;
-    int multiprocessors;
-    int major;             // compute capability
-    int shared_per_block;  // bytes a block may ask for
-};
-
-// The current device's facts, asked for once a device; index < 0 where CUDA refuses
-// (offload_last_error has why).
-const Device& current_device();
 
 }  // namespace offload

@@ -56,7 +56,8 @@ typedef struct {
     int32_t dtype;
     int32_t launch_early;  // programmatic dependent launch: only behind a kernel of this library on
                            // the same stream
-    int32_t packs_per_thread;  // 1, 2 or 4, of 16 bytes; 0: chosen by the library
+    int32_t packs_per_thread;  // 1, 2 or 4, of 16 bytes, and 10 for each of the 2 to 4 rows that a
+                               // block has in its ring, if it has one; 0: chosen by the library
 } OffloadResidualNorm;
 
 // Splits rows of QKV products, adds their bias, normalises heads (q_norm, k_norm: over head_dim),

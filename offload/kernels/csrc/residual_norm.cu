@@ -2,82 +2,11 @@
 // warp, where it is narrow), so that every byte is read once and the variance is taken around a
 // mean that is known: LayerNorm holds its accuracy where the mean is large. Rows that are too wide,
 // of an odd width, or not aligned take several passes over memory instead, by the same arithmetic.
-#include "elementwise.cuh"
+#include "residual_norm.cuh"
+#include "residual_norm_ring.cuh"
 
 namespace offload {
 namespace {
-
-constexpr int kMostWarps = 16;
-constexpr int kMostThreads = 32 * kMostWarps;
-constexpr int kMostReductions = 6;  // a mean and a variance for each of three norms
-constexpr int kNarrowRows = 4;      // of one block, a warp each
-
-// Sums over the threads of a row. Each has a place of its own in shared memory, so that one barrier
-// a sum is enough.
-struct RowSum {
-    float* shared;  // [kMostReductions][kMostWarps]; unused where a row is one warp
-    int warps;
-
-    __device__ __forceinline__ float operator()(float x) {
-        x = warp_sum(x);
-        if (warps > 1) {
-            const int lane = threadIdx.x % 32;
-            if (lane == 0) shared[threadIdx.x / 32] = x;
-            __syncthreads();
-            x = warp_sum(lane < warps ? shared[lane] : 0.f);
-            shared += kMostWarps;
-        }
-        return x;
-    }
-};
-
-struct Moments {
-    float mean;      // 0 for RMS
-    float variance;  // around that mean
-};
-
-// A norm's parameters at a thread's packs: ones and zeros where there are none, so that nothing
-// branches where they are used.
-template <typename T, int N, int kPacks>
-struct Parameters {
-    Pack<T, N> weight[kPacks], bias[kPacks];
-    float offset;
-
-    __device__ __forceinline__ void read(const OffloadNorm& norm, const int (&columns)[kPacks]) {
-        read(weight, norm.weight, 1.f, columns);
-        read(bias, norm.bias, 0.f, columns);
-        offset = norm.weight ? norm.weight_offset : 0.f;
-    }
-
-    __device__ __forceinline__ void apply(int pack, float mean, float scale, const float* x,
-                                          float* y) const {
-        float w[N], b[N];
-        to_floats(weight[pack], w);
-        to_floats(bias[pack], b);
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] = fmaf((x[i] - mean) * scale, w[i] + offset, b[i]);
-    }
-
-  private:
-    __device__ __forceinline__ static void read(Pack<T, N> (&packs)[kPacks], const void* from,
-                                                float otherwise, const int (&columns)[kPacks]) {
-        if (from) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-                packs[p] = load<T, N>(static_cast<const T*>(from) + columns[p]);
-        } else {
-            float same[N];
-#pragma unroll
-            for (int i = 0; i < N; ++i) same[i] = otherwise;
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p) packs[p] = from_floats<T, N>(same);
-        }
-    }
-};
-
-__device__ __forceinline__ float scale_of(const Moments& moments, const OffloadNorm& norm) {
-    return __frsqrt_rn(moments.variance + norm.eps);
-}
 
 template <typename T, int N, int kPacks>
 __global__ void __launch_bounds__(kMostThreads)
@@ -91,17 +20,10 @@ __global__ void __launch_bounds__(kMostThreads)
     const int64_t row =
         one_warp ? static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32
                  : blockIdx.x;
-    const float width = static_cast<float>(a.width);
-    // Beyond the row's end the last pack is read again, so that no load has a branch of its own;
-    // nothing comes of it.
-    int columns[kPacks];
-    bool inside[kPacks];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-        const int pack = p * threads + thread, last = a.width / N - 1;
-        inside[p] = pack <= last;
-        columns[p] = (inside[p] ? pack : last) * N;
-    }
+    RowPart<T, N, kPacks> part;
+    part.place(thread, threads, a.width);
+    part.clear();
+    const int (&columns)[kPacks] = part.columns;
 
     // With one pack a thread, which is how few rows are done, the parameters are read before the
     // wait: no kernel writes them, and they come from further away than the rows do. Else they are
@@ -137,89 +59,34 @@ __global__ void __launch_bounds__(kMostThreads)
     }
     if (!kReadAhead) read_bias();
 
-    float x[kPacks][N] = {};
-    const auto add = [&](const Pack<T, N>& pack, float* to) {
-        float other[N];
-        to_floats(pack, other);
+    const auto add = [&](const Pack<T, N>(&packs)[kPacks]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) to[i] += other[i];
+        for (int p = 0; p < kPacks; ++p) part.add(p, packs[p]);
     };
-    const auto moments = [&](int kind) {
-        Moments m = {0.f, 0.f};
-        if (kind == OFFLOAD_NORM_LAYER) {
-            float sum = 0.f;
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-                for (int i = 0; i < N; ++i) sum += inside[p] ? x[p][i] : 0.f;
-            m.mean = row_sum(sum) / width;
-        }
-        float squares = 0.f;
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const float d = inside[p] ? x[p][i] - m.mean : 0.f;
-                squares = fmaf(d, d, squares);
-            }
-        }
-        m.variance = row_sum(squares) / width;
-        return m;
-    };
-
     if (sources[0]) {
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) to_floats(raw[0][p], x[p]);
-        if (a.bias[0]) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p) add(bias[p], x[p]);
-        }
+        add(raw[0]);
+        if (a.bias[0]) add(bias);
     }
-    if (a.branch_norm.kind) {
-        Parameters<T, N, kPacks> of_branch;
-        of_branch.read(a.branch_norm, columns);
-        const Moments m = moments(a.branch_norm.kind);
-        const float scale = scale_of(m, a.branch_norm);
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) of_branch.apply(p, m.mean, scale, x[p], x[p]);
-    }
-    if (sources[1]) {
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) add(raw[1][p], x[p]);
-    }
+    if (a.branch_norm.kind) part.normalise(a.branch_norm, row_sum);
+    if (sources[1]) add(raw[1]);
     if (sources[2]) {
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) add(raw[2][p], x[p]);
-        if (a.bias[1]) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-                add(load<T, N>(static_cast<const T*>(a.bias[1]) + columns[p]), x[p]);
-        }
+        add(raw[2]);
+        if (a.bias[1]) part.add_from(a.bias[1]);
     }
     if (!kReadAhead) parameters.read(a.norm, columns);
-    if (a.sum) {
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p)
-            if (inside[p])
-                store(static_cast<T*>(a.sum) + base + columns[p], from_floats<T, N>(x[p]));
-    }
+    if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base);
 
+    const auto of_pack = [&](int p) { return parameters.of(p); };
     Moments m = {0.f, 0.f};
-    const auto write = [&](void* output, const OffloadNorm& norm, bool has_moments) {
-        if (norm.kind && !has_moments) m = moments(norm.kind);
-        const float mean = norm.kind ? m.mean : 0.f;
-        const float scale = norm.kind ? scale_of(m, norm) : 1.f;
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
-            float y[N];
-            parameters.apply(p, mean, scale, x[p], y);
-            if (inside[p]) store(static_cast<T*>(output) + base + columns[p], from_floats<T, N>(y));
-        }
-    };
-    if (a.output) write(a.output, a.norm, false);
+    if (a.output) {
+        if (a.norm.kind) m = part.moments(a.norm.kind, row_sum);
+        part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack);
+    }
     if (a.output2) {
         parameters.read(a.norm2, columns);
-        write(a.output2, a.norm2, a.output && a.norm2.kind == a.norm.kind);
+        if (a.norm2.kind && !(a.output && a.norm2.kind == a.norm.kind))
+            m = part.moments(a.norm2.kind, row_sum);
+        part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_pack);
     }
 }
 
@@ -337,7 +204,7 @@ int launch_passes(const OffloadResidualNorm& a, void* stream) {
 }
 
 template <typename T>
-int launch_rows(const OffloadResidualNorm& a, int multiprocessors, void* stream) {
+int launch_rows(const OffloadResidualNorm& a, const Device& device, void* stream) {
     constexpr int N = 16 / sizeof(T);
     bool wide = a.width % N == 0;
     for (const void* p :
@@ -350,14 +217,27 @@ int launch_rows(const OffloadResidualNorm& a, int multiprocessors, void* stream)
     const int packs = a.width / N;
     // Few rows: as many threads a row as there are, each done sooner. Many: more bytes under way a
     // thread, and fewer threads that wait for each other.
-    const bool few = a.rows < 2 * multiprocessors;
-    int per_thread = a.packs_per_thread ? a.packs_per_thread : few ? 1 : packs <= 64 ? 2 : 4;
+    const bool few = a.rows < 2 * device.multiprocessors;
+    int stages = a.packs_per_thread / 10, per_thread = a.packs_per_thread % 10;
+    if (!a.packs_per_thread) {
+        stages = a.rows < 8 * device.multiprocessors ? 0 : 3;
+        per_thread = few ? 1 : stages || packs <= 64 ? 2 : 4;
+    }
     while (per_thread < 4 && packs > per_thread * kMostThreads) per_thread *= 2;
     const int warps = (packs + 32 * per_thread - 1) / (32 * per_thread);
     if (warps > kMostWarps) return launch_passes<T, N>(a, stream);
-    if (per_thread == 1) return launch_registers<T, N, 1>(a, warps, few, stream);
-    if (per_thread == 2) return launch_registers<T, N, 2>(a, warps, few, stream);
-    return launch_registers<T, N, 4>(a, warps, few, stream);
+    const auto launch_packs = [&](auto count) {
+        constexpr int kPacks = decltype(count)::value;
+        if (stages) {
+            bool fits;
+            const int status = launch_ring<T, N, kPacks>(a, warps, stages, device, stream, &fits);
+            if (fits) return status;
+        }
+        return launch_registers<T, N, kPacks>(a, warps, few, stream);
+    };
+    if (per_thread == 1) return launch_packs(std::integral_constant<int, 1>{});
+    if (per_thread == 2) return launch_packs(std::integral_constant<int, 2>{});
+    return launch_packs(std::integral_constant<int, 4>{});
 }
 
 }  // namespace
@@ -374,8 +254,12 @@ OFFLOAD_API int offload_residual_norm(const OffloadResidualNorm* arguments, void
         return refuse("residual_norm: no norm has the number %d, %d or %d", a.branch_norm.kind,
                       a.norm.kind, a.norm2.kind);
     const int packs = a.packs_per_thread;
-    if (packs != 0 && packs != 1 && packs != 2 && packs != 4)
-        return refuse("residual_norm: packs_per_thread is 1, 2, 4, or 0, not %d", packs);
+    if (packs != 0 && ((packs % 10 != 1 && packs % 10 != 2 && packs % 10 != 4) || packs < 0 ||
+                       packs / 10 == 1 || packs / 10 > 4))
+        return refuse(
+            "residual_norm: packs_per_thread is 0, or 1, 2 or 4 and ten for each of the 2 to 4 "
+            "rows of a ring, not %d",
+            packs);
     if (a.rows == 0) return 0;
     if (!a.residual && !a.branch[0] && !a.branch[1])
         return refuse("residual_norm: residual and branches are all null");
@@ -384,6 +268,6 @@ OFFLOAD_API int offload_residual_norm(const OffloadResidualNorm* arguments, void
     const Device& device = current_device();
     if (device.index < 0) return -1;
     return by_dtype("residual_norm", a.dtype, [&](auto element) {
-        return launch_rows<decltype(element)>(a, device.multiprocessors, stream);
+        return launch_rows<decltype(element)>(a, device, stream);
     });
 }

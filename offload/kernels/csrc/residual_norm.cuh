@@ -1,0 +1,183 @@
+// A row of a residual sum and its norms, a few packs a thread: what the kernels that hold a row in
+// registers share.
+#pragma once
+#include "elementwise.cuh"
+
+namespace offload {
+
+constexpr int kMostWarps = 16;
+constexpr int kMostThreads = 32 * kMostWarps;
+constexpr int kMostReductions = 6;  // a mean and a variance for each of three norms
+constexpr int kNarrowRows = 4;      // of one block, a warp each
+
+// Sums over the threads of a row. Each has a place of its own in shared memory, so that one barrier
+// a sum is enough.
+struct RowSum {
+    float* shared;  // [kMostReductions][kMostWarps]; unused where a row is one warp
+    int warps;
+
+    __device__ __forceinline__ float operator()(float x) {
+        x = warp_sum(x);
+        if (warps > 1) {
+            const int lane = threadIdx.x % 32;
+            if (lane == 0) shared[threadIdx.x / 32] = x;
+            __syncthreads();
+            x = warp_sum(lane < warps ? shared[lane] : 0.f);
+            shared += kMostWarps;
+        }
+        return x;
+    }
+};
+
+struct Moments {
+    float mean;      // 0 for RMS
+    float variance;  // around that mean
+};
+
+// A norm's parameters at a thread's packs: ones and zeros where there are none, so that nothing
+// branches where they are used.
+template <typename T, int N, int kPacks>
+struct Parameters {
+    Pack<T, N> weight[kPacks], bias[kPacks];
+    float offset;
+
+    __device__ __forceinline__ void read(const OffloadNorm& norm, const int (&columns)[kPacks]) {
+        read(norm.weight, norm.bias, norm.weight_offset, columns);
+    }
+
+    __device__ __forceinline__ void read(const void* weights, const void* biases, float added,
+                                         const int (&columns)[kPacks]) {
+        read(weight, weights, 1.f, columns);
+        read(bias, biases, 0.f, columns);
+        offset = weights ? added : 0.f;
+    }
+
+    __device__ __forceinline__ void apply(int pack, float mean, float scale, const float* x,
+                                          float* y) const {
+        float w[N], b[N];
+        to_floats(weight[pack], w);
+        to_floats(bias[pack], b);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = fmaf((x[i] - mean) * scale, w[i] + offset, b[i]);
+    }
+
+    __device__ __forceinline__ Parameters<T, N, 1> of(int pack) const {
+        return {{weight[pack]}, {bias[pack]}, offset};
+    }
+
+  private:
+    __device__ __forceinline__ static void read(Pack<T, N> (&packs)[kPacks], const void* from,
+                                                float otherwise, const int (&columns)[kPacks]) {
+        if (from) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+                packs[p] = load<T, N>(static_cast<const T*>(from) + columns[p]);
+        } else {
+            float same[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) same[i] = otherwise;
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p) packs[p] = from_floats<T, N>(same);
+        }
+    }
+};
+
+__device__ __forceinline__ float scale_of(const Moments& moments, const OffloadNorm& norm) {
+    return __frsqrt_rn(moments.variance + norm.eps);
+}
+
+// A thread's packs of one row, in float32.
+template <typename T, int N, int kPacks>
+struct RowPart {
+    float x[kPacks][N];
+    // Beyond the row's end the last pack's column, so that no load has a branch of its own; nothing
+    // comes of it.
+    int columns[kPacks];
+    bool inside[kPacks];
+    float width;
+
+    __device__ __forceinline__ void place(int thread, int threads, int row_width) {
+        const int last = row_width / N - 1;
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) {
+            const int pack = p * threads + thread;
+            inside[p] = pack <= last;
+            columns[p] = (inside[p] ? pack : last) * N;
+        }
+        width = static_cast<float>(row_width);
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p)
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[p][i] = 0.f;
+    }
+
+    __device__ __forceinline__ void add(int p, const Pack<T, N>& pack) {
+        float other[N];
+        to_floats(pack, other);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[p][i] += other[i];
+    }
+
+    __device__ __forceinline__ void add_from(const void* row) {
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p)
+            add(p, load<T, N>(static_cast<const T*>(row) + columns[p]));
+    }
+
+    __device__ __forceinline__ void normalise(const OffloadNorm& norm, RowSum& row_sum) {
+        Parameters<T, N, kPacks> parameters;
+        parameters.read(norm, columns);
+        const Moments m = moments(norm.kind, row_sum);
+        const float scale = scale_of(m, norm);
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) parameters.apply(p, m.mean, scale, x[p], x[p]);
+    }
+
+    __device__ __forceinline__ Moments moments(int kind, RowSum& row_sum) const {
+        Moments m = {0.f, 0.f};
+        if (kind == OFFLOAD_NORM_LAYER) {
+            float sum = 0.f;
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+#pragma unroll
+                for (int i = 0; i < N; ++i) sum += inside[p] ? x[p][i] : 0.f;
+            m.mean = row_sum(sum) / width;
+        }
+        float squares = 0.f;
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float d = inside[p] ? x[p][i] - m.mean : 0.f;
+                squares = fmaf(d, d, squares);
+            }
+        }
+        m.variance = row_sum(squares) / width;
+        return m;
+    }
+
+    __device__ __forceinline__ void write_sum(void* row) const {
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p)
+            if (inside[p]) store(static_cast<T*>(row) + columns[p], from_floats<T, N>(x[p]));
+    }
+
+    // parameters(p): those of pack p.
+    template <typename F>
+    __device__ __forceinline__ void write(void* row, const OffloadNorm& norm, const Moments& m,
+                                          F parameters) const {
+        const float mean = norm.kind ? m.mean : 0.f;
+        const float scale = norm.kind ? scale_of(m, norm) : 1.f;
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) {
+            float y[N];
+            parameters(p).apply(0, mean, scale, x[p], y);
+            if (inside[p]) store(static_cast<T*>(row) + columns[p], from_floats<T, N>(y));
+        }
+    }
+};
+
+}  // namespace offload
