@@ -30,16 +30,32 @@ def test_same_text_of_64_tokens_in_float32(smollm2: Path) -> None:
     assert torch.equal(got, want) and " Paris" in tokenizer.decode(got[0])
 
 
+def losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Of every token but the first of each window, float64."""
+    with torch.no_grad():
+        logits = torch.cat([model(row[None]).logits[:, :-1] for row in ids])
+    found = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    return found.double()
+
+
 def test_same_perplexity_in_bfloat16(smollm2: Path) -> None:
+    """Rounding moves one token's loss by some hundredths up or down, and so the perplexity of a few
+    windows by some tenths of a percent, in the plain model too. Hence: token by token no further
+    from float32 than the plain model is, and perplexities equal but for what chance allows.
+    """
     if not GPL.exists():
         pytest.skip(f"needs {GPL} (Debian's base-files)")
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    ids = tokenizer(GPL.read_text(), return_tensors="pt").input_ids[:, :512]
-    with torch.no_grad():
-        want = plain_model(smollm2, torch.bfloat16)(ids, labels=ids).loss.exp()
-        with offload.run(smollm2, device_map="nvme", engine="fused") as model:
-            assert model.dtype == torch.bfloat16
-            got = model(ids, labels=ids).loss.exp()
-            assert model.offload.report().unserved == {}
-    assert 5 < want < 40  # a model that knows its language
-    assert abs(got / want - 1) < 1e-3, (float(got), float(want))
+    ids = tokenizer(GPL.read_text(), return_tensors="pt").input_ids[0, : 4 * 512].view(4, 512)
+    exact = losses(plain_model(smollm2, torch.bfloat16).float(), ids)
+    plain = losses(plain_model(smollm2, torch.bfloat16), ids)
+    with offload.run(smollm2, device_map="nvme", engine="fused") as model:
+        assert model.dtype == torch.bfloat16
+        got = losses(model, ids)
+        assert model.offload.report().unserved == {}
+    assert 5 < exact.mean().exp() < 40  # a model that knows its language
+    assert (got - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()
+    gap = got - plain
+    assert gap.mean().abs() <= 1e-3 + 2 * gap.std() / gap.numel() ** 0.5
