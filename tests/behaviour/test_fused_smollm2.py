@@ -18,11 +18,11 @@ def plain_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-@pytest.mark.slow
-def test_same_text_of_64_tokens_in_float32(smollm2: Path) -> None:
+@pytest.mark.parametrize("tokens", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_same_text_in_float32(smollm2: Path, tokens: int) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     prompt = tokenizer("The capital of France is", return_tensors="pt")
-    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     want = plain_model(smollm2, torch.float32).generate(**prompt, **options)
     with offload.run(smollm2, dtype="float32", device_map="nvme", engine="fused") as model:
         got = model.generate(**prompt, **options)
@@ -40,6 +40,7 @@ def losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return found.double()
 
 
+@pytest.mark.slow
 def test_same_perplexity_in_bfloat16(smollm2: Path) -> None:
     """Rounding moves one token's loss by some hundredths up or down, and so the perplexity of a few
     windows by some tenths of a percent, in the plain model too. Hence: token by token no further
