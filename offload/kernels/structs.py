@@ -84,7 +84,7 @@ class RotaryAppendStruct(Structure):
         ("interleaved", c_int32),
         ("dtype", c_int32),
         ("launch_early", c_int32),
-        ("reserved", c_int32),
+        ("variant", c_int32),
     )
 
 

@@ -32,7 +32,7 @@ inline unsigned char* dynamic_shared() {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_rows(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                         Arguments... arguments) {
-    if (config->dynamicSmemBytes > 232448 - 1024) return cudaErrorInvalidConfiguration;
+    if (config->dynamicSmemBytes > 232448) return cudaErrorInvalidConfiguration;
     shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
     ++launches;
     return host_launch(config, kernel, arguments...);

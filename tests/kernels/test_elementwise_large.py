@@ -74,7 +74,7 @@ def test_more_cache_elements_than_32_bits_count() -> None:
     assert torch.equal(query, expected[0])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 700])
+@pytest.mark.parametrize("rows", [1, 16, 1200])
 def test_kernels_that_begin_early_wait(rows: int) -> None:
     """A chain in which each kernel reads what the one before wrote, and writes what it read."""
     width, layout = 4096, QkvLayout.apart(16, 8, 128)

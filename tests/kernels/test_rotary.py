@@ -106,6 +106,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
         "shared_column": draw(flag),
         "heads_first": draw(flag),
         "one_buffer": draw(flag),
+        "variant": draw(st.sampled_from([0, 1, 12, 13, 14, 22, 23])),
         "padding": draw(st.sampled_from([0, 0, 16, 1])),
         "seed": draw(st.integers(0, 99)),
     }
@@ -169,6 +170,7 @@ def run(machine: str, s: dict[str, Any], capacity: int = 7) -> None:
         column=column,
         **options,
     )
+    call.arguments.variant = s["variant"]
     launch(call, machine)
     assert_accurate(query, peers[0], exact[0], f"query of {s}")
     for cache, peer, wanted, name in (
@@ -240,7 +242,7 @@ def test_models(machine: str, model: str, tokens: int) -> None:
         "shared_angles": False,
         "shared_column": tokens > 1,
     }
-    flags |= {"heads_first": tokens > 1, "one_buffer": True, "padding": 0, "seed": 4}
+    flags |= {"heads_first": tokens > 1, "one_buffer": True, "padding": 0, "seed": 4, "variant": 0}
     s = {**flags, **MODELS[model], "tokens": tokens, "dtype": torch.bfloat16}
     # Columns are 3 from the cache's end, 1, and -1.
     run(machine, {**s, "batch": 3 if tokens == 1 else rows}, capacity=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ OPS = ("residual_norm", "rotary_append", "activation")
 PROMPT = (64, 512)  # sequences, tokens: everything is larger than 256 MB
 QUICK_PROMPT = (32, 512)
 TINY_PROMPT = (2, 3)  # for a CPU
+# What the C header's packs_per_thread and variant may be.
+NORM_VARIANTS = (0, 1, 2, 4, 21, 22, 24, 32, 34, 42, 44)
+ROTARY_VARIANTS = (0, 1, 12, 13, 14, 22, 23, 24)
 SPARE = 16  # columns that a cache has beyond the tokens
 
 
@@ -39,17 +42,50 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def sweep(device: torch.device) -> None:
-    """Print every norm's share of its bound for each number of packs a thread may hold."""
-    rates = Rates.measure(device, 0.5)
-    print(f"copy {rates.copy / 1e12:.3f} TB/s")
-    for rows in (PROMPT[0] * PROMPT[1], 16, 1):
-        for norm in NORMS:
-            shares = []
-            for packs in (0, 1, 2, 4):
-                case = norm.case(device, rows, packs)
-                (took,) = seconds([case.ours], device, case.copies)
-                shares.append(f"{packs}: {took * 1e6:.4g} us {rates.bound(case) / took:.3f}")
-            print(f"{case.shape}  {'  '.join(shares)}", flush=True)
+    """Print every norm's and every rotary append's share of its bound in each variant."""
+    rates = Rates.measure(device, 0.3)
+    print(f"shares of copy, {rates.copy / 1e12:.3f} TB/s")
+    many = PROMPT[0] * PROMPT[1]
+    norms = [(norm, many) for norm in NORMS] + [(NORMS[0], rows) for rows in (2048, 1024, 512)]
+    _sweep(device, rates, NORM_VARIANTS, (norm.case(device, n, NORM_VARIANTS) for norm, n in norms))
+    rotaries = [(rotary, PROMPT) for rotary in ROTARIES]
+    rotaries += [(ROTARIES[0], (batch, 1)) for batch in (2048, 1024, 512)]
+    _sweep(
+        device,
+        rates,
+        ROTARY_VARIANTS,
+        (
+            rotary.case(device, batch, tokens, ROTARY_VARIANTS)
+            for rotary, (batch, tokens) in rotaries
+        ),
+    )
+
+
+def _sweep(
+    device: torch.device, rates: Rates, variants: Sequence[int], cases: Iterable[Case]
+) -> None:
+    print("".join(f"{variant:>6}" for variant in variants), "  variant, 0: the library's choice")
+    for case in cases:
+        took = seconds(list(case.peers.values()), device, case.copies, rounds=5)
+        shares = "".join(f"{rates.bound(case) / each:6.3f}" for each in took)
+        print(f"{shares}  {case.op} {case.shape}", flush=True)
+
+
+def _variants(
+    calls: Sequence[ResidualNorm | RotaryAppend], field: str, variants: Sequence[int]
+) -> dict[str, Callable[[int], Any]]:
+    """A way to run the calls for each variant, which `field` of their arguments picks."""
+
+    def way(variant: int) -> Callable[[int], None]:
+        launch = launches(calls)
+
+        def run(i: int) -> None:
+            setattr(calls[i].arguments, field, variant)
+            launch(i)
+
+        return run
+
+    return {str(variant): way(variant) for variant in variants}
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -80,8 +116,8 @@ class Rows:
     sandwich: bool = False  # the branch is normalised too
     dtype: torch.dtype = torch.bfloat16
 
-    def case(self, device: torch.device, rows: int, packs: int = 0) -> Case:
-        """`packs`: 16-byte packs of a thread; 0: the library's choice."""
+    def case(self, device: torch.device, rows: int, variants: Sequence[int] = ()) -> Case:
+        """Beside its peers, or beside the library's own `variants`."""
         like: dict[str, Any] = {"dtype": self.dtype, "device": device}
         tensors = (1 + self.branches) + (self.branches > 0) + self.norms
         size = rows * self.width * self.dtype.itemsize
@@ -117,8 +153,6 @@ class Rows:
             )
             for i in range(count)
         ]
-        for call in calls:
-            call.arguments.packs_per_thread = packs
 
         def eager(total: torch.Tensor, *added: torch.Tensor) -> Any:
             for j, branch in enumerate(added):
@@ -139,7 +173,8 @@ class Rows:
             bytes=tensors * size,
             flop=0.0,
             ours=launches(calls),
-            peers=_peers(eager, residual, *branches),
+            peers=_variants(calls, "packs_per_thread", variants)
+            or _peers(eager, residual, *branches),
             copies=count,
         )
 
@@ -204,7 +239,10 @@ class Heads:
     weight_offset: float = 0.0
     dtype: torch.dtype = torch.bfloat16
 
-    def case(self, device: torch.device, batch: int, tokens: int) -> Case:
+    def case(
+        self, device: torch.device, batch: int, tokens: int, variants: Sequence[int] = ()
+    ) -> Case:
+        """Beside its peers, or beside the library's own `variants`."""
         like: dict[str, Any] = {"dtype": self.dtype, "device": device}
         make = QkvLayout.grouped if self.grouped else QkvLayout.apart
         layout = make(self.heads, self.kv_heads, self.head_dim)
@@ -290,7 +328,7 @@ class Heads:
             bytes=size,
             flop=0.0,
             ours=launches(calls),
-            peers=_peers(eager, qkv, keys, values),
+            peers=_variants(calls, "variant", variants) or _peers(eager, qkv, keys, values),
             copies=count,
         )
 

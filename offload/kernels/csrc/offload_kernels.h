@@ -94,7 +94,8 @@ typedef struct {
     int32_t interleaved;  // 1: pairs (2i, 2i + 1), as GPT-J; 0: halves (i, i + rotary_dim / 2)
     int32_t dtype;
     int32_t launch_early;
-    int32_t reserved;
+    int32_t variant;  // 0: chosen by the library; 1: no ring of rows; else the rows of a block's
+                      // ring, 2 to 4, and 10 for each 256 threads of it, 1 or 2
 } OffloadRotaryAppend;
 
 // output = act(input + bias), or with a gate act(gate + bias) * (up + bias), where a row of input
@@ -140,10 +141,12 @@ typedef struct {
     int32_t batch, heads, kv_heads, head_dim;
     int32_t max_length;  // columns beyond it are not looked at
     int32_t window;      // 0: none
-    int32_t splits;      // equal shares of the batch's columns, one a CTA, at most
+    int32_t splits;      // most shares of the batch's columns, one a CTA, at most
                          // OFFLOAD_DECODE_ATTENTION_SHARES; 0: chosen by the library
     int32_t dtype;
-    int32_t launch_early;
+    int32_t launch_early;  // reads ahead of time: lengths, starts and every row's visible columns
+                           // but its last were written before the stream's latest launch that was
+                           // not early; queries and last columns may come from it or a later one
     int32_t reserved;
 } OffloadDecodeAttention;
 

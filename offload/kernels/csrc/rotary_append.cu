@@ -3,6 +3,7 @@
 // at that place, so that its angles are read once; all its loads are under way before the first is
 // used. Neighbouring threads have neighbouring places, then neighbouring heads.
 #include "elementwise.cuh"
+#include "rotary_append_ring.cuh"
 
 namespace offload {
 namespace {
@@ -27,20 +28,6 @@ __device__ __forceinline__ Place place_of(const OffloadRotaryAppend& x, const Pl
                                           int unit) {
     if (unit >= plan.rotated || x.interleaved) return {2 * unit * N, 2 * unit * N + N};
     return {unit * N, unit * N + x.rotary_dim / 2};
-}
-
-template <typename T, int N>
-__device__ __forceinline__ void add(float* x, const T* from) {
-    float other[N];
-    to_floats(load<T, N>(from), other);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] += other[i];
-}
-
-// Over the lanes of a head; every thread of the warp takes part.
-__device__ __forceinline__ float head_sum(float x, int lanes) {
-    for (int step = lanes / 2; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
 }
 
 template <typename T, int N, bool kNormed>
@@ -130,8 +117,8 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
             to_floats(as[i], v);
             to_floats(bs[i], v + N);
             if (bias) {
-                add<T, N>(v, bias + sources[i] + place.a);
-                add<T, N>(v + N, bias + sources[i] + place_b);
+                add_to<T, N>(v, bias + sources[i] + place.a);
+                add_to<T, N>(v + N, bias + sources[i] + place_b);
             }
             if (kNormed) {
                 const OffloadNorm& norm = is_query ? x.q_norm : x.k_norm;
@@ -145,11 +132,11 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
                                 const Place at = place_of<N>(x, plan, other);
                                 const bool both = at.b < x.head_dim;
                                 float w[2 * N] = {};
-                                add<T, N>(w, row + sources[i] + at.a);
-                                if (both) add<T, N>(w + N, row + sources[i] + at.b);
+                                add_to<T, N>(w, row + sources[i] + at.a);
+                                if (both) add_to<T, N>(w + N, row + sources[i] + at.b);
                                 if (bias) {
-                                    add<T, N>(w, bias + sources[i] + at.a);
-                                    if (both) add<T, N>(w + N, bias + sources[i] + at.b);
+                                    add_to<T, N>(w, bias + sources[i] + at.a);
+                                    if (both) add_to<T, N>(w + N, bias + sources[i] + at.b);
                                 }
                                 f(w, both ? 2 * N : N);
                             }
@@ -163,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
                             for (int j = 0; j < 2 * N; ++j)
                                 if (j < count) sum += w[j];
                         });
-                        sum = head_sum(sum, plan.lanes);
+                        sum = sum_of_head(sum, plan.lanes);
                         if (norm.kind == OFFLOAD_NORM_LAYER) means[i] = sum / x.head_dim;
                     }
                     float squares = 0.f;
@@ -174,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
                             if (j < count) squares = fmaf(d, d, squares);
                         }
                     });
-                    squares = head_sum(squares, plan.lanes);
+                    squares = sum_of_head(squares, plan.lanes);
                     scales[i] = __frsqrt_rn(squares / x.head_dim + norm.eps);
                 }
                 if (!is_value && norm.kind) {
@@ -190,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
 #pragma unroll
                             for (int j = 0; j < N; ++j) y[j] *= w[j] + norm.weight_offset;
                         }
-                        if (norm.bias) add<T, N>(y, static_cast<const T*>(norm.bias) + at);
+                        if (norm.bias) add_to<T, N>(y, static_cast<const T*>(norm.bias) + at);
                     }
                 }
             }
@@ -295,6 +282,10 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
     if (x.rotary_dim < 0 || x.rotary_dim % 2 || x.rotary_dim > x.head_dim)
         return refuse("rotary_append: rotary_dim must be even and at most %d, not %d", x.head_dim,
                       x.rotary_dim);
+    const int stages = x.variant % 10, threads = x.variant / 10;
+    if (x.variant != 0 && x.variant != 1 &&
+        (stages < 2 || stages > 4 || threads < 1 || threads > 2))
+        return refuse("rotary_append: there is no variant %d", x.variant);
     if (x.batch == 0 || x.tokens == 0) return 0;  // what is empty may be null
     if ((x.rotary_dim != 0) != (x.cos != nullptr) || (x.cos == nullptr) != (x.sin == nullptr))
         return refuse("rotary_append: cos and sin come with a rotary_dim, and only with one");
@@ -309,6 +300,19 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
     return by_dtype("rotary_append", x.dtype, [&](auto element) {
         using T = decltype(element);
         constexpr int N = 16 / sizeof(T);
+        // A ring of rows pays where a block has several.
+        const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
+        int stages = x.variant % 10, threads = x.variant / 10 * 256;
+        if (!x.variant) {
+            stages = rows < 8 * device.multiprocessors ? 1 : 3;
+            threads = 256;
+        }
+        if (stages > 1) {
+            bool ring_fits;
+            const int status =
+                launch_append_ring<T>(x, threads, stages, device, stream, &ring_fits);
+            if (ring_fits) return status;
+        }
         if (fits<T, N>(x)) return launch_append<T, N>(x, device.multiprocessors, stream);
         if constexpr (N > 4)
             if (fits<T, 4>(x)) return launch_append<T, 4>(x, device.multiprocessors, stream);

@@ -1,0 +1,321 @@
+// Many tokens: blocks that stay, each with a ring of rows on their way to shared memory. From there
+// a thread reads what it writes, 16 bytes of a head, and what they are rotated with, wherever in
+// the head that lies; it has the same place in every head, so that it reads its angles once a row.
+#pragma once
+#include "async_copy.cuh"
+#include "elementwise.cuh"
+
+namespace offload {
+
+constexpr int kMostRingThreads = 512;
+
+struct RingPlan {
+    int stages;       // rows that are under way or being read, at least 2
+    int width;        // elements of a row, from its beginning to the end of the last head
+    int lanes;        // threads of a head, one for each of its packs
+    int row_bytes;    // of a stage's row
+    int angle_bytes;  // of each of cos and sin, behind it
+};
+
+// Where a head comes from and goes to.
+template <typename T>
+struct alignas(16) HeadEntry {
+    T* target;     // of token 0 of sequence 0: in the query, or in the cache's column 0
+    int source;    // in the row
+    int in_cache;  // 0: a query; 1: a key; 2: a value
+};
+
+// A row and where it is in the batch.
+struct RowAt {
+    int64_t row;
+    int batch, token;
+
+    __device__ __forceinline__ RowAt(int64_t row, int tokens)
+        : row(row), batch(static_cast<int>(row / tokens)), token(static_cast<int>(row % tokens)) {}
+
+    __device__ __forceinline__ void advance(const RowAt& step, int tokens) {
+        row += step.row;
+        batch += step.batch;
+        token += step.token;
+        if (token >= tokens) {
+            token -= tokens;
+            batch += 1;
+        }
+    }
+};
+
+template <typename T, int N>
+__device__ __forceinline__ void add_to(float* x, const T* from) {
+    float other[N];
+    to_floats(load<T, N>(from), other);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += other[i];
+}
+
+// Over the lanes of a head, a power of two; every thread of the warp takes part.
+__device__ __forceinline__ float sum_of_head(float x, int lanes) {
+    for (int step = lanes / 2; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+template <typename T, bool kNormed>
+__global__ void __launch_bounds__(kMostRingThreads, 2)
+    rotary_append_in_ring(OffloadRotaryAppend x, RingPlan plan) {
+    constexpr int N = 16 / sizeof(T), kQuads = N / 4;
+    let_next_kernel_begin();
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int head_count = x.heads + 2 * x.kv_heads;
+    const int half = x.rotary_dim / 2;
+    const int groups = blockDim.x / plan.lanes;
+    const int group = threadIdx.x / plan.lanes;
+    const int at = threadIdx.x % plan.lanes * N;  // in every head
+    const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
+
+    HeadEntry<T>* const table = reinterpret_cast<HeadEntry<T>*>(shared);
+    T* const bias = reinterpret_cast<T*>(table + head_count);  // as long as a row, if there is one
+    unsigned char* const ring = reinterpret_cast<unsigned char*>(bias + (x.bias ? plan.width : 0));
+    const int stage_bytes = plan.row_bytes + 2 * plan.angle_bytes;
+    for (int head = threadIdx.x; head < head_count; head += blockDim.x) {
+        HeadEntry<T> entry;
+        if (head < x.heads) {
+            const int per_group = x.heads / x.kv_heads, kv = head / per_group;
+            entry.source = static_cast<int>(x.q_offset + kv * x.q_group_stride) +
+                           (head - kv * per_group) * x.head_dim;
+            entry.target = static_cast<T*>(x.query) + head * x.query_head_stride;
+            entry.in_cache = 0;
+        } else {
+            const bool is_value = head >= x.heads + x.kv_heads;
+            const int kv = head - x.heads - (is_value ? x.kv_heads : 0);
+            entry.source =
+                static_cast<int>((is_value ? x.v_offset : x.k_offset) + kv * x.kv_group_stride);
+            entry.target =
+                static_cast<T*>(is_value ? x.value_cache : x.key_cache) + kv * x.cache_head_stride;
+            entry.in_cache = is_value ? 2 : 1;
+        }
+        table[head] = entry;
+    }
+    if (x.bias)
+        for (int i = threadIdx.x * N; i < plan.width; i += blockDim.x * N)
+            store(bias + i, load<T, N>(static_cast<const T*>(x.bias) + i));
+
+    // Four neighbours are rotated as one: which angles they have, and with whom.
+    bool turns[kQuads];
+    int angle[kQuads], partner[kQuads];
+    float sign[kQuads];
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+        const int i = at + 4 * q;
+        const bool is_second = i >= half;
+        turns[q] = i < x.rotary_dim;
+        angle[q] = !turns[q] ? 0 : x.interleaved ? i / 2 : is_second ? i - half : i;
+        partner[q] = !turns[q] ? i : is_second ? i - half : i + half;
+        sign[q] = is_second ? 1.f : -1.f;
+    }
+    const bool whole = half % N == 0;  // all that a thread has is rotated alike
+    const bool centred = x.q_norm.kind == OFFLOAD_NORM_LAYER || x.k_norm.kind == OFFLOAD_NORM_LAYER;
+    wait_for_previous_kernel();
+
+    const RowAt step(gridDim.x, x.tokens);
+    RowAt now(blockIdx.x, x.tokens), next(blockIdx.x, x.tokens);
+    const uint64_t policy = evict_first_policy();
+    const auto fetch = [&](int stage) {
+        if (next.row < rows) {
+            const T* from = static_cast<const T*>(x.qkv) + next.row * x.row_stride;
+            const uint32_t to = shared_address(ring + stage * stage_bytes);
+            for (int i = threadIdx.x * N; i < plan.width; i += blockDim.x * N)
+                copy_async16(to + i * static_cast<int>(sizeof(T)), from + i, policy);
+            const int64_t first =
+                next.batch * x.rotary_batch_stride + static_cast<int64_t>(next.token) * half;
+            // Every sequence may have the same angles: L2 keeps them.
+            for (int i = threadIdx.x * 4; i < half; i += blockDim.x * 4) {
+                const uint32_t angles = to + plan.row_bytes + i * 4;
+                copy_async16_or_zero(angles, x.cos + first + i, true);
+                copy_async16_or_zero(angles + plan.angle_bytes, x.sin + first + i, true);
+            }
+        }
+        commit_copies();
+        next.advance(step, x.tokens);
+    };
+
+    for (int ahead = 0; ahead < plan.stages - 1; ++ahead) fetch(ahead);
+    for (int stage = 0; now.row < rows; now.advance(step, x.tokens)) {
+        const int64_t column =
+            static_cast<int64_t>(x.column[static_cast<int64_t>(now.batch) * x.column_stride]) +
+            now.token;
+        wait_for_copies(plan.stages - 2);
+        __syncthreads();
+        // The row before this one has been read; its place is the next to be filled.
+        fetch(stage == 0 ? plan.stages - 1 : stage - 1);
+        const unsigned char* const here = ring + stage * stage_bytes;
+        stage = stage + 1 == plan.stages ? 0 : stage + 1;
+
+        const T* const row = reinterpret_cast<const T*>(here);
+        const float* const cos = reinterpret_cast<const float*>(here + plan.row_bytes);
+        const float* const sin =
+            reinterpret_cast<const float*>(here + plan.row_bytes + plan.angle_bytes);
+        float c[N], s[N];
+        if (x.interleaved) {
+            if (turns[0]) {
+                to_floats(load<float, N / 2>(cos + angle[0]), c);
+                to_floats(load<float, N / 2>(sin + angle[0]), s);
+            }
+        } else {
+#pragma unroll
+            for (int q = 0; q < kQuads; ++q) {
+                if (!turns[q]) continue;
+                to_floats(load<float, 4>(cos + angle[q]), c + 4 * q);
+                to_floats(load<float, 4>(sin + angle[q]), s + 4 * q);
+#pragma unroll
+                for (int i = 4 * q; i < 4 * q + 4; ++i) s[i] *= sign[q];
+            }
+        }
+        const int64_t in_query =
+            now.batch * x.query_batch_stride + now.token * x.query_token_stride;
+        const bool is_column = column >= 0 && column < x.cache_capacity;
+        const int64_t in_cache = now.batch * x.cache_batch_stride + column * x.head_dim;
+
+        for (int first = 0; first < head_count; first += groups) {
+            const bool there = group < groups && first + group < head_count;
+            if (!kNormed && !there) continue;
+            const HeadEntry<T> entry = table[min(first + group, head_count - 1)];
+            const bool is_value = entry.in_cache == 2;
+            float v[N];
+            to_floats(load<T, N>(row + entry.source + at), v);
+            if (x.bias) add_to<T, N>(v, bias + entry.source + at);
+            float mean = 0.f, scale = 1.f;
+            const OffloadNorm& norm = entry.in_cache ? x.k_norm : x.q_norm;
+            const bool is_normed = kNormed && norm.kind && !is_value;
+            // n values from place i of the head.
+            const auto normalise = [&](float* y, int i, auto count) {
+                constexpr int n = decltype(count)::value;
+#pragma unroll
+                for (int j = 0; j < n; ++j) y[j] = (y[j] - mean) * scale;
+                if (norm.weight) {
+                    float w[n];
+                    to_floats(load<T, n>(static_cast<const T*>(norm.weight) + i), w);
+#pragma unroll
+                    for (int j = 0; j < n; ++j) y[j] *= w[j] + norm.weight_offset;
+                }
+                if (norm.bias) add_to<T, n>(y, static_cast<const T*>(norm.bias) + i);
+            };
+            using All = std::integral_constant<int, N>;
+            using Four = std::integral_constant<int, 4>;
+            if (kNormed) {
+                if (centred) {
+                    float sum = 0.f;
+#pragma unroll
+                    for (int j = 0; j < N; ++j) sum += v[j];
+                    sum = sum_of_head(sum, plan.lanes);
+                    if (norm.kind == OFFLOAD_NORM_LAYER) mean = sum / x.head_dim;
+                }
+                float squares = 0.f;
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    const float d = v[j] - mean;
+                    squares = fmaf(d, d, squares);
+                }
+                scale = __frsqrt_rn(sum_of_head(squares, plan.lanes) / x.head_dim + norm.eps);
+                if (is_normed) normalise(v, at, All{});
+            }
+            if (!is_value && x.interleaved) {
+                if (turns[0]) {
+#pragma unroll
+                    for (int j = 0; j < N / 2; ++j) {
+                        const float a = v[2 * j], b = v[2 * j + 1];
+                        v[2 * j] = a * c[j] - b * s[j];
+                        v[2 * j + 1] = b * c[j] + a * s[j];
+                    }
+                }
+            } else if (!is_value && whole) {
+                if (turns[0]) {
+                    float p[N];
+                    to_floats(load<T, N>(row + entry.source + partner[0]), p);
+                    if (x.bias) add_to<T, N>(p, bias + entry.source + partner[0]);
+                    if (is_normed) normalise(p, partner[0], All{});
+#pragma unroll
+                    for (int j = 0; j < N; ++j) v[j] = v[j] * c[j] + p[j] * s[j];
+                }
+            } else if (!is_value) {
+#pragma unroll
+                for (int q = 0; q < kQuads; ++q) {
+                    if (!turns[q]) continue;
+                    float p[4];
+                    to_floats(load<T, 4>(row + entry.source + partner[q]), p);
+                    if (x.bias) add_to<T, 4>(p, bias + entry.source + partner[q]);
+                    if (is_normed) normalise(p, partner[q], Four{});
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        v[4 * q + j] = v[4 * q + j] * c[4 * q + j] + p[j] * s[4 * q + j];
+                }
+            }
+            if (there && (is_column || !entry.in_cache))
+                store(entry.target + (entry.in_cache ? in_cache : in_query) + at,
+                      from_floats<T, N>(v));
+        }
+    }
+    wait_for_copies(0);
+}
+
+// Launches it where its packs, its shared memory and its lanes allow; `fits` is false where they do
+// not, and nothing is launched.
+template <typename T>
+int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, const Device& device,
+                       void* stream, bool* fits) {
+    constexpr int N = 16 / sizeof(T);
+    *fits = false;
+    const bool normed = x.q_norm.kind || x.k_norm.kind;
+    RingPlan plan;
+    plan.lanes = x.head_dim / N;
+    if (x.rotary_dim / 2 % 4 || plan.lanes > threads) return 0;
+    if (normed && (plan.lanes > 32 || plan.lanes & (plan.lanes - 1))) return 0;
+    for (int64_t n :
+         {static_cast<int64_t>(x.head_dim), x.row_stride, x.q_offset, x.k_offset, x.v_offset,
+          x.q_group_stride, x.kv_group_stride, x.query_batch_stride, x.query_token_stride,
+          x.query_head_stride, x.cache_batch_stride, x.cache_head_stride})
+        if (n % N) return 0;
+    for (const void* p :
+         {x.qkv, x.bias, static_cast<const void*>(x.query), static_cast<const void*>(x.key_cache),
+          static_cast<const void*>(x.value_cache), x.q_norm.weight, x.q_norm.bias, x.k_norm.weight,
+          x.k_norm.bias})
+        if (!aligned<T, N>(p)) return 0;
+    if (!aligned16(x.cos) || !aligned16(x.sin) || x.rotary_batch_stride % 4) return 0;
+
+    const int per_group = x.heads / x.kv_heads * x.head_dim;
+    int64_t width = x.q_offset + (x.kv_heads - 1) * x.q_group_stride + per_group;
+    for (int64_t offset : {x.k_offset, x.v_offset}) {
+        const int64_t end = offset + (x.kv_heads - 1) * x.kv_group_stride + x.head_dim;
+        width = end > width ? end : width;
+    }
+    const int64_t heads = x.heads + 2 * static_cast<int64_t>(x.kv_heads);
+    const int64_t row = width * sizeof(T), angles = x.rotary_dim / 2 * 4;
+    const int64_t fixed = heads * sizeof(HeadEntry<T>) + (x.bias ? row : 0);
+    const int64_t stage = row + 2 * angles, most = device.shared_per_block;
+    while (stages > 2 && stages * stage + fixed > most) --stages;
+    if (stages * stage + fixed > most) return 0;
+    *fits = true;
+    plan.stages = stages;
+    plan.width = static_cast<int>(width);
+    plan.row_bytes = static_cast<int>(row);
+    plan.angle_bytes = static_cast<int>(angles);
+    const int shared = static_cast<int>(stages * stage + fixed);
+
+    auto kernel = normed ? rotary_append_in_ring<T, true> : rotary_append_in_ring<T, false>;
+    const auto failed = [](cudaError_t error) { return cuda_status("rotary_append", error); };
+    if (int status = failed(cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block)))
+        return status;
+    if (int status =
+            failed(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared)))
+        return status;
+    int resident = 0;
+    if (int status = failed(
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared)))
+        return status;
+    const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
+    const int64_t room = static_cast<int64_t>(resident < 1 ? 1 : resident) * device.multiprocessors;
+    return launch("rotary_append", kernel, dim3(static_cast<unsigned>(rows < room ? rows : room)),
+                  dim3(threads), shared, stream, x.launch_early, x, plan);
+}
+
+}  // namespace offload
