@@ -24,9 +24,13 @@ struct StagedShape {
     static constexpr int kSteps = kChunkBytes / 64;  // of 32 elements
     static constexpr int kOwnSteps = kSteps / kParts;
     static constexpr int kPieces = kChunkBytes / 16;  // of a row
+    static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
+    static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
+    static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
     static constexpr int kWeightBytes = kTile * kChunkBytes;
     static constexpr int kInputBytes = kColumns * 8 * kChunkBytes;
     static constexpr int kSumBytes = (kParts - 1) * kGroups * 32 * kColumns * 16;
+    static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
     static_assert(kTile % 16 == 0 && kParts >= 1 && kParts * kGroups == kWarps, "whole groups");
     static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
 };
@@ -77,51 +81,82 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
     const int64_t last = static_cast<int64_t>(a.outputs) * (blockIdx.x + 1) / p.blocks;
     const int most = a.gated ? kTile / 2 : kTile;
     const int chunks = (a.depth - 1) / p.chunk + 1;
+    const int depth_bytes = a.depth * static_cast<int>(sizeof(T));
     const int stage_bytes = Shape::kWeightBytes + (p.norm_in_block ? 0 : Shape::kInputBytes);
-    const uint32_t ring = shared_address(shared) + p.ring_at;
     const uint64_t policy = evict_first_policy();
     StagedWalk ahead(first, last - first, most, chunks), at(first, last - first, most, chunks);
 
-    // Rows without an output are left as they are: each row's sums are its own.
-    auto fetch_weights = [&](int slot) {
-        const uint32_t to = ring + slot * stage_bytes;
-        const int64_t column = static_cast<int64_t>(ahead.chunk) * p.chunk;
+    // A thread copies the same 16 bytes of a chunk in every kRowsAtOnce-th row. There are few warps
+    // and much to copy, so addresses are worked out once a tile.
+    const int copy_row = threadIdx.x / Shape::kPieces, copy_piece = threadIdx.x % Shape::kPieces;
+    const uint32_t copy_to = shared_address(shared) + p.ring_at + copy_row * kChunkBytes +
+                             (copy_piece ^ (copy_row & 1) << 2) * 16;
+    const unsigned char* weight_from[Shape::kCopies];
+    uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
+    auto begin_tile = [&] {
+        if (!ahead.more()) return;
+        wanted = 0;
 #pragma unroll
-        for (int i = threadIdx.x; i < kTile * Shape::kPieces; i += kStagedThreads) {
-            const int row = i / Shape::kPieces, piece = i % Shape::kPieces;
+        for (int n = 0; n < Shape::kCopies; ++n) {
+            const int row = copy_row + n * Shape::kRowsAtOnce;
             // With a gate, a group's first 8 rows are gate rows and the others their up rows.
             const int output = a.gated ? row / 16 * 8 + row % 8 : row;
-            if (output >= ahead.outputs) continue;
-            const int64_t from = ahead.output + output + (a.gated && row % 16 >= 8 ? a.outputs : 0);
-            const int64_t k = column + piece * (16 / static_cast<int>(sizeof(T)));
-            const bool there = k < a.depth;
-            copy_async16_or_zero(
-                to + row * kChunkBytes + (piece ^ (row & 1) << 2) * 16,
-                static_cast<const T*>(a.weight) + from * a.weight_stride + (there ? k : 0), there,
-                policy);
+            const bool there = output < ahead.outputs;
+            const int64_t from =
+                ahead.output + (there ? output : 0) + (a.gated && row % 16 >= 8 ? a.outputs : 0);
+            weight_from[n] = static_cast<const unsigned char*>(a.weight) +
+                             from * a.weight_stride * static_cast<int64_t>(sizeof(T)) +
+                             copy_piece * 16;
+            wanted |= static_cast<uint32_t>(there) << n;
         }
     };
+    auto fetch_weights = [&](int slot) {
+        const uint32_t to = copy_to + slot * stage_bytes;
+        const int skip = ahead.chunk * kChunkBytes;
+        if (skip + kChunkBytes <= depth_bytes) {
+#pragma unroll
+            for (int n = 0; n < Shape::kCopies; ++n)
+                if (wanted >> n & 1)
+                    copy_async16(to + n * Shape::kRowsAtOnce * kChunkBytes, weight_from[n] + skip,
+                                 policy);
+        } else {
+            const bool there = skip + copy_piece * 16 < depth_bytes;
+#pragma unroll
+            for (int n = 0; n < Shape::kCopies; ++n)
+                if (wanted >> n & 1)
+                    copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
+                                         there ? weight_from[n] + skip : a.weight, there, policy);
+        }
+    };
+    const unsigned char* input_from[Shape::kInputCopies];
+#pragma unroll
+    for (int n = 0; n < Shape::kInputCopies; ++n)
+        input_from[n] =
+            static_cast<const unsigned char*>(a.input) +
+            (copy_row + n * Shape::kRowsAtOnce) * a.input_stride * static_cast<int64_t>(sizeof(T)) +
+            copy_piece * 16;
     auto fetch_inputs = [&](int slot, int chunk) {
         if (p.norm_in_block) return;
-        const uint32_t to = ring + slot * stage_bytes + Shape::kWeightBytes;
+        const uint32_t to = copy_to + slot * stage_bytes + Shape::kWeightBytes;
+        const int skip = chunk * kChunkBytes;
+        const bool there = skip + copy_piece * 16 < depth_bytes;
 #pragma unroll
-        for (int i = threadIdx.x; i < kColumns * 8 * Shape::kPieces; i += kStagedThreads) {
-            const int row = i / Shape::kPieces, piece = i % Shape::kPieces;
-            if (row >= a.rows) continue;
-            const int64_t k =
-                static_cast<int64_t>(chunk) * p.chunk + piece * (16 / static_cast<int>(sizeof(T)));
-            const bool there = k < a.depth;
-            copy_async16_or_zero(
-                to + row * kChunkBytes + (piece ^ (row & 1) << 2) * 16,
-                static_cast<const T*>(a.input) + row * a.input_stride + (there ? k : 0), there);
-        }
+        for (int n = 0; n < Shape::kInputCopies; ++n)
+            if (copy_row + n * Shape::kRowsAtOnce < a.rows)
+                copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
+                                     there ? input_from[n] + skip : a.input, there);
     };
+    auto advance = [&] {
+        ahead.advance();
+        if (ahead.chunk == 0) begin_tile();
+    };
+    begin_tile();
 
     // Only the weights are sure to be there before the kernel ahead has ended.
     int begun = 0;
     for (; begun + 1 < p.stages && ahead.more(); ++begun) {
         fetch_weights(begun);
-        ahead.advance();
+        advance();
     }
     wait_for_previous_kernel();
     if (p.norm_in_block) {
@@ -148,7 +183,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
             const int to = slot == 0 ? p.stages - 1 : slot - 1;
             fetch_weights(to);
             fetch_inputs(to, ahead.chunk);
-            ahead.advance();
+            advance();
         }
         commit_copies();
 
