@@ -79,6 +79,10 @@ inline void copy_async16(uint32_t to, const void* from, uint64_t) {
         copy.run();
 }
 
+inline void copy_async16_if(uint32_t wanted, uint32_t to, const void* from, uint64_t policy) {
+    if (wanted) copy_async16(to, from, policy);
+}
+
 inline void copy_async16_or_zero(uint32_t to, const void* from, bool there, uint64_t = 0) {
     copy_async16(to, there ? from : nullptr, 0);
 }

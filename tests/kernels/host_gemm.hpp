@@ -6,6 +6,11 @@
 
 #include "host_cuda.hpp"
 
+#undef __grid_constant__
+#define __grid_constant__
+#undef __noinline__
+#define __noinline__
+
 namespace host_cuda {
 
 inline unsigned char* shared_memory = static_cast<unsigned char*>(aligned_alloc(1024, 256 << 10));

@@ -22,6 +22,19 @@ __device__ __forceinline__ void copy_async16(uint32_t to, const void* from, uint
                  : "memory");
 }
 
+// The same where `wanted` is not 0, without a branch.
+__device__ __forceinline__ void copy_async16_if(uint32_t wanted, uint32_t to, const void* from,
+                                                uint64_t policy) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %3, 0;\n"
+        "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n"
+        "}" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "l"(policy), "r"(wanted)
+        : "memory");
+}
+
 // The same, or zeros without reading.
 __device__ __forceinline__ void copy_async16_or_zero(uint32_t to, const void* from, bool there,
                                                      uint64_t policy) {

@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kMostRows = 16;
 constexpr int kMostSize = 1 << 29;  // of depth and outputs: what they add up to stays an int
-constexpr int kMostWarps = 8;
+constexpr int kMostWarps = 16;
 constexpr int kNormRows = 4;           // rows whose statistics are taken together
 constexpr int kMostFusedNorm = 65536;  // bytes of rows that a block normalises for itself
 constexpr int kBarrierBytes = 1024;    // at most 8 warps with 16 stages
@@ -538,24 +538,22 @@ struct Variant {
 
 // Shared memory of a block is below 113 KB where two blocks are to live on an SM.
 constexpr Variant kVariants[] = {
-    {Way::kStaged, 64, 8, 256, 5, false},   // 90 to 100 KB
-    {Way::kStaged, 32, 8, 512, 5, false},   // 100 to 120 KB
-    {Way::kStaged, 64, 8, 512, 4, false},   // 144 to 160 KB: alone on its SM, as those below
-    {Way::kStaged, 64, 8, 256, 9, false},   // 162 to 180 KB
-    {Way::kStaged, 32, 8, 512, 9, false},   // 180 to 216 KB
-    {Way::kStaged, 128, 8, 256, 5, false},  // 170 to 180 KB
-    {Way::kMma, 16, 8, 256, 3, true},       // 104 KB
-    {Way::kMma, 16, 4, 512, 3, true},       // 101 KB
-    {Way::kMma, 16, 4, 256, 5, true},       // 87 KB
-    {Way::kMma, 16, 4, 1024, 3, true},      // 200 KB: alone on its SM
-    {Way::kMma, 32, 4, 256, 3, true},       // 104 KB
-    {Way::kMma, 32, 4, 512, 3, true},       // 203 KB: alone on its SM
-    {Way::kMma, 16, 8, 256, 3, false},      // the same by cp.async
-    {Way::kMma, 16, 4, 512, 3, false},     {Way::kMma, 32, 4, 256, 3, false},
-    {Way::kFma, 16, 4, 512, 3, true},                                         // 101 KB
-    {Way::kFma, 8, 8, 512, 3, true},                                          // 101 KB
-    {Way::kFma, 8, 4, 1024, 3, true},                                         // 100 KB
-    {Way::kFma, 16, 4, 512, 3, false},     {Way::kFma, 8, 4, 512, 6, false},  // 101 KB
+    {Way::kStaged, 64, 16, 256, 5, false},   // 97 to 113 KB
+    {Way::kStaged, 32, 16, 512, 5, false},   // 107 to 135 KB
+    {Way::kStaged, 64, 16, 512, 4, false},   // 151 to 173 KB: alone on its SM, as that below
+    {Way::kStaged, 128, 16, 256, 5, false},  // 175 to 189 KB
+    {Way::kMma, 16, 8, 256, 3, true},        // 104 KB
+    {Way::kMma, 16, 4, 512, 3, true},        // 101 KB
+    {Way::kMma, 16, 4, 256, 5, true},        // 87 KB
+    {Way::kMma, 16, 4, 1024, 3, true},       // 200 KB: alone on its SM
+    {Way::kMma, 32, 4, 256, 3, true},        // 104 KB
+    {Way::kMma, 32, 4, 512, 3, true},        // 203 KB: alone on its SM
+    {Way::kMma, 16, 8, 256, 3, false},       // the same by cp.async
+    {Way::kMma, 16, 4, 512, 3, false},      {Way::kMma, 32, 4, 256, 3, false},
+    {Way::kFma, 16, 4, 512, 3, true},                                          // 101 KB
+    {Way::kFma, 8, 8, 512, 3, true},                                           // 101 KB
+    {Way::kFma, 8, 4, 1024, 3, true},                                          // 100 KB
+    {Way::kFma, 16, 4, 512, 3, false},      {Way::kFma, 8, 4, 512, 6, false},  // 101 KB
     {Way::kFma, 4, 4, 512, 12, true},  // 101 KB: float32 with more than 8 rows
     {Way::kFma, 4, 4, 512, 8, false},  // 68 KB
 };
@@ -576,10 +574,10 @@ Choice choice(int index) {
     return {skinny_gemm_kernel<Math>, index, Math::kThreads, Math::kBlock};
 }
 
-template <typename T, int kColumns, int kTile, int kChunkBytes>
+template <typename T, int kColumns, int kTile, int kChunkBytes, int kStages>
 Choice staged(int index) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>,
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kStages>,
             index,
             kStagedThreads,
             kChunkBytes / static_cast<int>(sizeof(T)),
@@ -595,13 +593,16 @@ template <typename T>
 Choice half_kernel(const Variant& v, int rows, int base) {
     if (v.way == Way::kStaged) {
         if (v.tile == 32)
-            return rows <= 8 ? staged<T, 1, 32, 512>(base + 10) : staged<T, 2, 32, 512>(base + 11);
+            return rows <= 8 ? staged<T, 1, 32, 512, 5>(base + 10)
+                             : staged<T, 2, 32, 512, 5>(base + 11);
         if (v.tile == 128)
-            return rows <= 8 ? staged<T, 1, 128, 256>(base + 12)
-                             : staged<T, 2, 128, 256>(base + 13);
+            return rows <= 8 ? staged<T, 1, 128, 256, 5>(base + 12)
+                             : staged<T, 2, 128, 256, 5>(base + 13);
         if (v.chunk_bytes == 512)
-            return rows <= 8 ? staged<T, 1, 64, 512>(base + 14) : staged<T, 2, 64, 512>(base + 15);
-        return rows <= 8 ? staged<T, 1, 64, 256>(base + 16) : staged<T, 2, 64, 256>(base + 17);
+            return rows <= 8 ? staged<T, 1, 64, 512, 4>(base + 14)
+                             : staged<T, 2, 64, 512, 4>(base + 15);
+        return rows <= 8 ? staged<T, 1, 64, 256, 5>(base + 16)
+                         : staged<T, 2, 64, 256, 5>(base + 17);
     }
     if (v.way == Way::kMma) {
         if (v.tile == 16)
@@ -722,8 +723,8 @@ bool input_is_wide(const OffloadSkinnyGemm& a) {
 // Where nothing was measured. Many rows want many weight rows a warp: the activations come from L2
 // once for each of these.
 int default_variant(const OffloadSkinnyGemm& a, const Device& device) {
-    static constexpr int bulk_few[] = {0, 6, 7, 12, 15, 18, 17, 19, 20, 21},
-                         bulk_many[] = {0, 10, 6, 14, 17, 19, 20, 21};
+    static constexpr int bulk_few[] = {0, 4, 5, 10, 13, 16, 15, 17, 18, 19},
+                         bulk_many[] = {0, 8, 4, 12, 15, 17, 18, 19};
     const bool many = a.rows > 8;
     const int* order = many ? bulk_many : bulk_few;
     const int count = many ? static_cast<int>(sizeof bulk_many / sizeof *bulk_many)

@@ -13,7 +13,7 @@
 
 namespace offload {
 
-constexpr int kStagedThreads = 256;
+constexpr int kStagedThreads = 512;  // many warps, since each has few instructions to overlap
 
 // How a staged block lies in shared memory, for the kernel and for the launcher.
 template <int kColumns, int kTile, int kChunkBytes>
@@ -37,54 +37,67 @@ struct StagedShape {
 
 // A block's outputs, tile by tile and chunk by chunk.
 struct StagedWalk {
-    int64_t first, count;  // of the block
-    int tiles, chunks;
-    int tile, chunk;
-    int64_t output;  // the tile's first
-    int outputs;     // of the tile
+    int left;             // tiles, this one included
+    int shorter, longer;  // outputs a tile has; how many more tiles have one more
+    int output, outputs;  // the tile's first, and how many
+    int chunk;
 
-    __device__ StagedWalk(int64_t first, int64_t count, int most, int chunks)
-        : first(first),
-          count(count),
-          tiles(static_cast<int>((count + most - 1) / most)),
-          chunks(chunks),
-          tile(0),
-          chunk(0) {
+    __device__ __forceinline__ StagedWalk(int first, int count, int most) {
+        left = (count + most - 1) / most;
+        shorter = left ? count / left : 0;
+        longer = count - shorter * left;
+        output = first;
+        chunk = 0;
         begin_tile();
     }
 
-    __device__ void begin_tile() {
-        if (tile >= tiles) return;
-        output = first + count * tile / tiles;
-        outputs = static_cast<int>(first + count * (tile + 1) / tiles - output);
+    __device__ __forceinline__ void begin_tile() {
+        outputs = shorter + (longer > 0);
+        --longer;
     }
 
-    __device__ bool more() const { return tile < tiles; }
+    __device__ __forceinline__ bool more() const { return left > 0; }
 
-    __device__ void advance() {
+    __device__ __forceinline__ void advance(int chunks) {
         if (++chunk < chunks) return;
         chunk = 0;
-        ++tile;
+        --left;
+        output += outputs;
         begin_tile();
     }
 };
 
-template <typename T, int kColumns, int kTile, int kChunkBytes>
+// Called, so that its registers are not the main loop's.
+template <typename T>
+__device__ __noinline__ void normalize_rows(const OffloadSkinnyGemm& a, const Plan& p,
+                                            unsigned char* shared) {
+    // Behind the depth the weights are zeros, and zero times anything is not always zero.
+    const int end = a.depth * static_cast<int>(sizeof(T)), rest = p.input_pitch - end;
+    for (int i = threadIdx.x * 16; i < a.rows * rest; i += kStagedThreads * 16)
+        *reinterpret_cast<uint4*>(shared + p.input_at + i / rest * p.input_pitch + end + i % rest) =
+            make_uint4(0, 0, 0, 0);
+    normalize_in_block<T>(a, shared + p.input_at, p.input_pitch,
+                          reinterpret_cast<float*>(shared + kBarrierBytes));
+}
+
+template <typename T, int kColumns, int kTile, int kChunkBytes, int kStages>
 __global__ void __launch_bounds__(kStagedThreads, 2)
-    staged_gemm_kernel(const OffloadSkinnyGemm a, const Plan p, float*) {
+    staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
+                       float*) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     let_next_kernel_begin();
 
-    const int64_t first = static_cast<int64_t>(a.outputs) * blockIdx.x / p.blocks;
-    const int64_t last = static_cast<int64_t>(a.outputs) * (blockIdx.x + 1) / p.blocks;
+    const int first = static_cast<int>(static_cast<int64_t>(a.outputs) * blockIdx.x / p.blocks);
+    const int count =
+        static_cast<int>(static_cast<int64_t>(a.outputs) * (blockIdx.x + 1) / p.blocks) - first;
     const int most = a.gated ? kTile / 2 : kTile;
     const int chunks = (a.depth - 1) / p.chunk + 1;
     const int depth_bytes = a.depth * static_cast<int>(sizeof(T));
     const int stage_bytes = Shape::kWeightBytes + (p.norm_in_block ? 0 : Shape::kInputBytes);
     const uint64_t policy = evict_first_policy();
-    StagedWalk ahead(first, last - first, most, chunks), at(first, last - first, most, chunks);
+    StagedWalk ahead(first, count, most), at(first, count, most);
 
     // A thread copies the same 16 bytes of a chunk in every kRowsAtOnce-th row. There are few warps
     // and much to copy, so addresses are worked out once a tile.
@@ -116,9 +129,8 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
         if (skip + kChunkBytes <= depth_bytes) {
 #pragma unroll
             for (int n = 0; n < Shape::kCopies; ++n)
-                if (wanted >> n & 1)
-                    copy_async16(to + n * Shape::kRowsAtOnce * kChunkBytes, weight_from[n] + skip,
-                                 policy);
+                copy_async16_if(wanted >> n & 1, to + n * Shape::kRowsAtOnce * kChunkBytes,
+                                weight_from[n] + skip, policy);
         } else {
             const bool there = skip + copy_piece * 16 < depth_bytes;
 #pragma unroll
@@ -147,28 +159,20 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
                                      there ? input_from[n] + skip : a.input, there);
     };
     auto advance = [&] {
-        ahead.advance();
+        ahead.advance(chunks);
         if (ahead.chunk == 0) begin_tile();
     };
     begin_tile();
 
     // Only the weights are sure to be there before the kernel ahead has ended.
     int begun = 0;
-    for (; begun + 1 < p.stages && ahead.more(); ++begun) {
+    for (; begun + 1 < kStages && ahead.more(); ++begun) {
         fetch_weights(begun);
         advance();
     }
     wait_for_previous_kernel();
-    if (p.norm_in_block) {
-        // Behind the depth the weights are zeros, and zero times anything is not always zero.
-        const int end = a.depth * static_cast<int>(sizeof(T)), rest = p.input_pitch - end;
-        for (int i = threadIdx.x * 16; i < a.rows * rest; i += kStagedThreads * 16)
-            *reinterpret_cast<uint4*>(shared + p.input_at + i / rest * p.input_pitch + end +
-                                      i % rest) = make_uint4(0, 0, 0, 0);
-        normalize_in_block<T>(a, shared + p.input_at, p.input_pitch,
-                              reinterpret_cast<float*>(shared + kBarrierBytes));
-    }
-    for (int s = 0; s + 1 < p.stages; ++s) {
+    if (p.norm_in_block) normalize_rows<T>(a, p, shared);
+    for (int s = 0; s + 1 < kStages; ++s) {
         if (s < begun) fetch_inputs(s, s % chunks);
         commit_copies();
     }
@@ -176,11 +180,11 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
     const int group = warp % Shape::kGroups, part = warp / Shape::kGroups;
     const int row = lane / 4, swap = (row & 1) << 2;
     float sums[2][kColumns][4] = {};
-    for (int slot = 0; at.more(); at.advance()) {
-        wait_for_copies(p.stages - 2);
+    for (int slot = 0; at.more(); at.advance(chunks)) {
+        wait_for_copies(kStages - 2);
         __syncthreads();  // the stage is here for all, and all are done with the one before
         if (ahead.more()) {
-            const int to = slot == 0 ? p.stages - 1 : slot - 1;
+            const int to = slot == 0 ? kStages - 1 : slot - 1;
             fetch_weights(to);
             fetch_inputs(to, ahead.chunk);
             advance();
@@ -189,7 +193,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
 
         const unsigned char* stage = shared + p.ring_at + slot * stage_bytes;
         const unsigned char* weights = stage + (group * 16 + row) * kChunkBytes;
-        slot = slot + 1 == p.stages ? 0 : slot + 1;
+        slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
             const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
                 const int r = c * 8 + lane % 4 * 2 + i % 2;
                 const int in_tile = a.gated ? group * 8 + row : group * 16 + row + i / 2 * 8;
                 if (r >= a.rows || in_tile >= at.outputs) continue;
-                const int64_t n = at.output + in_tile;
+                const int n = at.output + in_tile;
                 float y = activate(v[c][i] + (bias ? to_float(bias[n]) : 0.f), a.activation);
                 if (a.gated) y *= v[c][(i + 2) % 4] + (bias ? to_float(bias[n + a.outputs]) : 0.f);
                 if (residual) y += to_float(residual[r * a.residual_stride + n]);
