@@ -36,7 +36,10 @@ class DecodeAttention(Call):
     (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so ragged lengths cost
     what their sum costs. Partial results are float32 and are added in a fixed order. `workspace`
     may be shared with other calls of the same stream; without one the call has its own. `splits`:
-    the number of shares, for tests; 0 lets the library choose. `early`: see ResidualNorm.
+    the most shares, for tests; 0 lets the library choose. `early`: see ResidualNorm; such a launch
+    reads more than others ahead of time: length, start and every row's visible columns but its last
+    must have been written before the stream's latest launch that was not early. Only the query and
+    the rows' last visible columns may come from that launch or a later one.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """

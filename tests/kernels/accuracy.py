@@ -14,19 +14,27 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def assert_accurate(
-    ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "result"
+    ours: torch.Tensor,
+    peer: torch.Tensor,
+    exact: torch.Tensor,
+    what: str = "result",
+    *,
+    exponents: float = 0.0,
 ) -> None:
     """The largest error of `ours` against `exact` (float64) is at most twice that of `peer`.
 
     Nor need it be below one unit in the last place of the largest value. With few elements PyTorch
-    may happen to round all of them well; in float32, where every step rounds, that is three units.
+    may happen to round all of them well; in float32, where every step rounds, that is three units,
+    and one more for each of `exponents`: the exponential of a sum has the relative error that the
+    sum's terms, of that size, have absolutely.
     """
     assert ours.shape == exact.shape, f"{what}: {list(ours.shape)}, wanted {list(exact.shape)}"
     if not exact.numel():
         return
     assert not torch.isnan(ours).any(), f"{what}: {int(torch.isnan(ours).sum())} NaN"
     error = (ours.double() - exact).abs()
-    units = 3 if ours.dtype == torch.float32 and exact.numel() < 4096 else 1
+    few = ours.dtype == torch.float32 and exact.numel() < 4096
+    units = 3 + exponents if few else 1
     allowed = max(
         2 * (peer.double() - exact).abs().max().item(),
         units * torch.finfo(ours.dtype).eps * exact.abs().max().item(),

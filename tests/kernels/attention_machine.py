@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,34 @@ def run(arguments: dict[str, Any], machine: str) -> DecodeAttention:
         torch.cuda.synchronize()
     assert not workspace._counters.any(), "counters were left behind"
     return call
+
+
+@contextlib.contextmanager
+def written_late(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What contiguous `tensors` hold comes from the kernel ahead, on the host; NaN before."""
+    library = host_library()
+    rows = [row for x in tensors for row in x.reshape(-1, x.shape[-1]).unbind()]
+    assert all(x.is_contiguous() for x in tensors), "views that reshape would copy"
+    copies = [row.clone() for row in rows]
+    table = (_Late * len(rows))(
+        *(
+            _Late(row.data_ptr(), copy.data_ptr(), row.nbytes)
+            for row, copy in zip(rows, copies, strict=True)
+        )
+    )
+    library.host_late(table, len(rows))
+    try:
+        yield
+    finally:
+        library.host_late(table, 0)
+
+
+class _Late(ctypes.Structure):
+    _fields_ = (
+        ("to", ctypes.c_void_p),
+        ("from_", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+    )
 
 
 def _run_on_host(call: DecodeAttention) -> DecodeAttention:

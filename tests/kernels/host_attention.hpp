@@ -21,6 +21,13 @@ using std::min;
 
 namespace host_cuda {
 
+// What the kernels ahead write: not there when a block begins, there once it has waited for them.
+struct Late {
+    void* to;
+    const void* from;
+    int64_t bytes;
+};
+
 struct Copy {
     uint32_t to;
     const void* from;
@@ -33,6 +40,8 @@ inline uint32_t shared_bytes = 0;
 inline long long launches = 0, block_seen = -1;
 inline int multiprocessors = 4, shared_of_block = 232448;
 inline bool copies_are_late = false;
+inline std::vector<Late> late;
+inline std::vector<bool> under_way(256 << 10);      // by the byte at which a copy begins
 inline std::deque<std::vector<Copy>> copies[1024];  // of a thread; the last group is open
 
 inline void require(bool holds, const char* what) {
@@ -46,12 +55,21 @@ inline unsigned char* dynamic_shared() {
     if (block != block_seen) {
         block_seen = block;
         memset(shared_memory, 0xff, 256 << 10);  // NaN in every dtype
+        for (const Late& x : late) memset(x.to, 0xff, x.bytes);
         for (auto& groups : copies) {
             for (const auto& group : groups) require(group.empty(), "copies that nobody awaited");
             groups.clear();
         }
+        under_way.assign(256 << 10, false);
     }
     return shared_memory;
+}
+
+// All threads do first what a block may do before it waits.
+inline void previous_kernel_ends() {
+    block_barrier();
+    for (const Late& x : late) memcpy(x.to, x.from, x.bytes);
+    block_barrier();
 }
 
 // Puts words on the warp's table and returns it when all lanes have.
@@ -86,10 +104,10 @@ inline void queue(const Copy& c) {
     require(c.to + c.bytes <= shared_bytes, "a copy beyond shared memory");
     auto& groups = copies[current];
     if (groups.empty()) groups.emplace_back();
-    if (copies_are_late)
-        groups.back().push_back(c);
-    else
-        copy(c);
+    groups.back().push_back(c);
+    require(!under_way[c.to], "two copies to one place, in no order");
+    under_way[c.to] = true;
+    if (!copies_are_late) copy(c);
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -129,6 +147,12 @@ extern "C" __attribute__((visibility("default"))) void host_settings(int multipr
     host_cuda::copies_are_late = copies_are_late;
 }
 
+// What comes late in the launches from now on; `from` stays the caller's.
+extern "C" __attribute__((visibility("default"))) void host_late(const host_cuda::Late* late,
+                                                                 int count) {
+    host_cuda::late.assign(late, late + count);
+}
+
 #undef cudaLaunchKernelEx
 #define cudaLaunchKernelEx host_cuda::launch_attention
 #undef cudaFuncGetAttributes
@@ -136,7 +160,6 @@ extern "C" __attribute__((visibility("default"))) void host_settings(int multipr
 #define cudaFuncSetAttribute(kernel, attribute, value) ((void)(kernel), cudaSuccess)
 #define cudaOccupancyMaxActiveBlocksPerMultiprocessor host_cuda::occupancy
 
-inline void __threadfence() {}
 inline void __syncwarp() { host_cuda::warp_barrier(); }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
@@ -155,11 +178,15 @@ inline bool __any_sync(unsigned, bool x) {
         if (table[i].at[0]) return true;
     return false;
 }
-inline uint32_t atomicAdd(uint32_t* at, uint32_t x) {
-    const uint32_t before = *at;
-    *at = before + x;
-    return before;
+inline unsigned __ballot_sync(unsigned, bool x) {
+    host_cuda::Words words = {};
+    words.at[0] = x;
+    const host_cuda::Words* table = host_cuda::trade(words);
+    unsigned ballot = 0;
+    for (int i = 0; i < 32; ++i) ballot |= static_cast<unsigned>(table[i].at[0]) << i;
+    return ballot;
 }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 void __stcg(T* at, T x) {
     *at = x;
@@ -172,6 +199,7 @@ T __ldcg(const T* at) {
     (reinterpret_cast<const unsigned char*>(p) - host_cuda::shared_memory)
 
 #include "common.cuh"
+#define wait_for_previous_kernel host_cuda::previous_kernel_ends
 
 namespace offload {
 
@@ -214,7 +242,9 @@ void copy_async(uint32_t to, const void* from, int seen) {
 inline void copy_async_once(uint32_t to, const void* from, int seen, uint64_t) {
     host_cuda::queue({to, from, 16, seen});
 }
-inline uint64_t evict_first_policy() { return 0; }
+inline uint64_t l2_policy(bool) { return 0; }
+inline void expect_in_l2(const void*) {}
+inline uint32_t count_and_see(uint32_t* counter) { return (*counter)++; }
 
 inline void end_copies() {
     auto& groups = host_cuda::copies[host_cuda::current];
@@ -225,7 +255,10 @@ inline void wait_for_copies(int running) {
     host_cuda::require(running >= 0 && running <= 3, "a wait that there is no instruction for");
     auto& groups = host_cuda::copies[host_cuda::current];
     while (static_cast<int>(groups.size()) > running + 1) {
-        for (const auto& c : groups.front()) host_cuda::copy(c);
+        for (const auto& c : groups.front()) {
+            host_cuda::under_way[c.to] = false;
+            if (host_cuda::copies_are_late) host_cuda::copy(c);
+        }
         groups.pop_front();
     }
 }

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from offload.kernels import reference
 from offload.kernels.attention import DecodeAttention
+from offload.kernels.rotary import QkvLayout, RotaryAppend
 from offload.kernels.workspace import Workspace
 
 EXAMPLES = {"reference": 20, "host": 20, "cuda": 400}
@@ -162,7 +163,18 @@ def outputs(arguments: dict[str, Any], machine: str) -> torch.Tensor:
 def check(machine: str, arguments: dict[str, Any], what: str = "") -> None:
     out = outputs(arguments, machine)
     exact = exactly(arguments)
-    assert_accurate(out, as_torch_rounds(arguments, exact), exact, what)
+    peer = as_torch_rounds(arguments, exact)
+    assert_accurate(out, peer, exact, what, exponents=exponents(arguments))
+
+
+def exponents(arguments: dict[str, Any]) -> float:
+    """The largest sink, or score without its slope, that a weight is the exponential of."""
+    a = widened(arguments)
+    key = torch.where(seen(a, a["key_cache"].shape[2])[:, None, :, None], a["key_cache"], 0)
+    key = key.repeat_interleave(a["query"].shape[1] // key.shape[1], 1)
+    score = torch.einsum("bhd,bhcd->bhc", a["query"], key).abs() * a["scale"]
+    sizes = [x.abs().max().item() for x in (score, a.get("sinks")) if x is not None and x.numel()]
+    return max(sizes, default=0.0)
 
 
 @st.composite
@@ -240,6 +252,13 @@ NAMED: dict[str, dict[str, Any]] = {
     "130 queries": {"lengths": [70], "capacity": 70, "group": 130, "splits": 3},
     "whole items": {"lengths": [64] * 9, "capacity": 64, "kv_heads": 2, "splits": 6},
     "many parts": {"lengths": [700], "capacity": 700, "group": 48, "splits": 11},
+    "large parts": {
+        "lengths": [700],
+        "capacity": 700,
+        "group": 64,
+        "head_dim": 128,
+        "splits": 11,
+    },
     "more parts": {"lengths": [0, 2400, 0], "capacity": 2400, "head_dim": 8, "splits": 39},
 }
 
@@ -256,6 +275,39 @@ def test_more_rows_than_threads(machine: str) -> None:
     """The shares of a batch in which a thread of a CTA looks at several rows."""
     lengths = [i * 7 % 40 if i % 3 else 0 for i in range(131)]
     check(machine, make(machine, lengths=lengths, capacity=40, kv_heads=2, head_dim=16, splits=3))
+
+
+@pytest.mark.parametrize("name", ["tile borders", "start within", "negative", "odd head", "split"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_begins_before_the_query_and_the_last_columns_are_there(
+    name: str, dtype: torch.dtype
+) -> None:
+    """They are NaN until the kernel has waited for the one ahead; all else may be read before."""
+    named = {**NAMED, "split": {"lengths": [150, 64, 0, 300], "capacity": 300, "group": 20}}[name]
+    for splits, window in ((0, 0), (3, 0), (0, 65)):
+        a = make("host", dtype=dtype, **{**named, "splits": splits, "window": window})
+        out, buffer = poisoned(*a["query"].shape, dtype=dtype, device="cpu")
+        exact = exactly(a)
+        peer = as_torch_rounds(a, exact)
+        terms, visible = exponents(a), seen(a, a["key_cache"].shape[2])
+        late = [a["query"]]
+        for b, row in enumerate(visible):
+            if row.any():
+                last = row.nonzero()[-1, 0]
+                late += [x for c in ("key_cache", "value_cache") for x in a[c][b, :, last]]
+        with attention_machine.written_late(late):
+            for _ in range(2):  # copies that come at once, and late ones
+                attention_machine.run({**a, "out": out, "early": True}, "host")
+                assert_untouched(out, buffer)
+                assert_accurate(out, peer, exact, f"{splits}, {window}", exponents=terms)
+
+
+# Uniform lengths, and how many CTAs there are at most: cut at items, inside them, or both.
+@pytest.mark.parametrize("ctas", [1, 5, 7, 12, 18, 100])
+@pytest.mark.parametrize("rows", [1, 3, 6, 66])
+def test_even_shares(rows: int, ctas: int) -> None:
+    length = 64 * 5 + 1 if rows < 66 else 70
+    check("host", make("host", lengths=[length] * rows, capacity=330, head_dim=8, splits=ctas))
 
 
 @pytest.mark.parametrize("group", [1, 5, 20])
@@ -431,6 +483,42 @@ class TestOnTheGpu:
             torch.cuda.synchronize()
             results.append(queries[-1])
         assert torch.equal(*results)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("group", [1, 7, 40])
+    def test_early_behind_the_last_columns(self, dtype: torch.dtype, group: int) -> None:
+        """Queries and last columns that the kernel ahead writes are seen, round after round."""
+        lengths = [700, 64, 65, 1, 130]
+        a = make(
+            "cuda", lengths=lengths, capacity=700, dtype=dtype, kv_heads=2, group=group, head_dim=64
+        )
+        layout = QkvLayout.apart(2 * group, 2, 64)
+        qkv = torch.empty(len(lengths), 1, layout.width, dtype=dtype, device="cuda")
+        out = torch.empty(a["query"].shape, dtype=dtype, device="cuda")
+        a["query"] = torch.empty_like(out)
+        column = a["length"] - 1
+        append = RotaryAppend(
+            qkv,
+            layout=layout,
+            query=a["query"][:, None],
+            key_cache=a["key_cache"],
+            value_cache=a["value_cache"],
+            column=column,
+        )
+        attend = DecodeAttention(**a, out=out, early=True)
+        stream = torch.cuda.current_stream().cuda_stream
+        for turn in range(20):
+            qkv.normal_()
+            for cache in (a["key_cache"], a["value_cache"]):
+                cache[torch.arange(len(lengths)), :, column.long()] = math.nan
+            a["query"].fill_(math.nan)
+            out.fill_(math.nan)
+            append.launch(stream)
+            attend.launch(stream)
+            torch.cuda.synchronize()
+            exact = exactly(a)
+            peer = as_torch_rounds(a, exact)
+            assert_accurate(out, peer, exact, f"turn {turn}", exponents=exponents(a))
 
     def test_caches_beyond_two_to_the_31(self) -> None:
         """The last rows of caches of more elements than an int32 counts."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from offload.bench.kernels.case import Case, copies, launches
-from offload.kernels.attention import DecodeAttention
+from offload.bench.kernels.case import Case, copies, launches, seconds
+from offload.kernels.attention import MOST_SPLITS, DecodeAttention
 from offload.kernels.workspace import Workspace
 
 OP = "decode_attention"
@@ -80,15 +80,29 @@ RAGGED = tuple(
     for heads, kv_heads in ((32, 32), (64, 8))
     for batch, length in ((8, 512), (8, 2048), (64, 512), (64, 2048), (64, 4096))
 )
+# What is bound by how long a launch and its steps take rather than by HBM, one of a kind.
+SHORT = (
+    Shape(1, 32, 32, 512),
+    Shape(1, 32, 8, 512),
+    Shape(1, 32, 8, 2048),
+    Shape(1, 64, 8, 8192),
+    Shape(1, 64, 8, 32768),
+    Shape(8, 64, 8, 512),
+    Shape(8, 32, 32, 512),
+    Shape(64, 64, 8, 512),
+    *OTHERS[:2],
+    OTHERS[3],
+    Shape(8, 64, 8, 512, ragged=True),
+)
 TINY = (Shape(2, 4, 2, 33, head_dim=16), Shape(3, 4, 2, 33, head_dim=16, ragged=True))
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """The anchors first; quick: hardly more."""
+    """The anchors first; quick: the short ones alone."""
     if device.type != "cuda":
         shapes: tuple[Shape, ...] = TINY
     elif quick:
-        shapes = (*ANCHORS, Shape(1, 64, 8, 512), *RAGGED[3::5])
+        shapes = SHORT
     else:
         shapes = (*ANCHORS, *(s for s in GRID if s not in ANCHORS), *OTHERS, *RAGGED)
     for shape in shapes:
@@ -96,10 +110,10 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield case(shape, device)
 
 
-def case(shape: Shape, device: torch.device, splits: int = 0) -> Case:
+def case(shape: Shape, device: torch.device, splits: Sequence[int] = ()) -> Case:
     """Ours launched as in a model, before the kernel ahead of it has ended, and by itself.
 
-    `splits`: see DecodeAttention; to try other shares than the library chooses.
+    `splits`: other shares than the library chooses (see DecodeAttention), as the only peers.
     """
     lengths = shape.lengths()
     visible = shape.bytes_of(sum(lengths))
@@ -115,7 +129,7 @@ def case(shape: Shape, device: torch.device, splits: int = 0) -> Case:
     out = torch.empty_like(query)
     workspace = Workspace(device)
 
-    def calls(columns: list[int], early: bool) -> Callable[[int], None]:
+    def calls(columns: list[int], early: bool, splits: int = 0) -> Callable[[int], None]:
         length = torch.tensor(columns, dtype=torch.int32, device=device)
         return launches(
             [
@@ -136,11 +150,14 @@ def case(shape: Shape, device: torch.device, splits: int = 0) -> Case:
 
     on_gpu = device.type == "cuda"
     peers: dict[str, Callable[[int], Any]] = {}
-    if on_gpu:
+    if splits:
+        peers |= {f"{n} shares": calls(lengths, on_gpu, n) for n in splits}
+    elif on_gpu:
         peers["not early"] = calls(lengths, early=False)
-    if shape.ragged:
+    if shape.ragged and not splits:
         peers["uniform"] = calls([shape.length] * shape.batch, early=on_gpu)
-    peers["SDPA"] = sdpa(query, caches, lengths if shape.ragged else None)
+    if not splits:
+        peers["SDPA"] = sdpa(query, caches, lengths if shape.ragged else None)
     return Case(
         op=OP,
         shape=shape.name,
@@ -169,3 +186,19 @@ def sdpa(
         )
 
     return run
+
+
+def sweep(device: torch.device, shapes: Sequence[Shape] = SHORT) -> None:
+    """Print the microseconds of each shape with other numbers of shares than the library's."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    shares = (sms // 2, sms, sms * 3 // 2, sms * 2, sms * 3, sms * 4)
+    for shape in shapes:
+        tried = case(shape, device, [n for n in shares if n <= MOST_SPLITS])
+        ways = {"ours": tried.ours, **tried.peers}
+        found = seconds(list(ways.values()), device, tried.copies, rounds=5)
+        times = ", ".join(f"{n} {t * 1e6:.4g}" for n, t in zip(ways, found, strict=True))
+        print(f"{shape.name}: {times}", flush=True)
+
+
+if __name__ == "__main__":
+    sweep(torch.device("cuda"))

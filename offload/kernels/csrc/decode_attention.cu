@@ -13,6 +13,8 @@ namespace {
 using Kernel = void (*)(Params);
 
 constexpr int kMostStages = 5;
+// Caches of so many bytes stay in L2 while items that share a KV head read them one by one.
+constexpr int64_t kBytesInL2 = 24 << 20;
 
 // How many stages a kernel has in shared memory, and how many of its CTAs run on a multiprocessor;
 // no CTAs where it does not fit at all.
@@ -20,14 +22,25 @@ struct Fit {
     int stages, ctas;
 };
 
-// The fit with the most bytes under way from HBM, then with the most CTAs. Worked out once a
-// kernel, device and size.
+// Which fit is best: the one with the most bytes under way from HBM, among equals of two or more
+// CTAs the one with the fewest, whose pieces are the longest. Where caches come from L2, the one
+// with the most CTAs.
+enum class Want { kBytes, kCtas };
+
+bool better(const Fit& a, const Fit& b, Want want) {
+    const int reach = a.ctas * (a.stages - 1), other = b.ctas * (b.stages - 1);
+    if (want == Want::kCtas) return a.ctas > b.ctas || (a.ctas == b.ctas && reach > other);
+    if (reach != other) return reach > other;
+    return (a.ctas > 1) != (b.ctas > 1) ? a.ctas > 1 : a.ctas < b.ctas;
+}
+
+// Worked out once a kernel, device and size.
 int find_fit(Kernel kernel, int threads, int stage_bytes, int fixed_bytes, const Device& device,
-             Fit* fit) {
+             Want want, Fit* fit) {
     static std::mutex mutex;
-    static std::map<std::tuple<int, Kernel, int, int, int>, Fit> known;
+    static std::map<std::tuple<int, Kernel, int, int, int, Want>, Fit> known;
     std::lock_guard<std::mutex> lock(mutex);
-    const auto key = std::make_tuple(device.index, kernel, threads, stage_bytes, fixed_bytes);
+    const auto key = std::make_tuple(device.index, kernel, threads, stage_bytes, fixed_bytes, want);
     const auto found = known.find(key);
     if (found != known.end()) {
         *fit = found->second;
@@ -56,8 +69,8 @@ int find_fit(Kernel kernel, int threads, int stage_bytes, int fixed_bytes, const
                 "decode_attention",
                 cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, threads, shared)))
             return status;
-        const int reach = ctas * (stages - 1), best_reach = best.ctas * (best.stages - 1);
-        if (reach > best_reach || (reach == best_reach && ctas > best.ctas)) best = {stages, ctas};
+        if (ctas > 0 && (best.ctas == 0 || better({stages, ctas}, best, want)))
+            best = {stages, ctas};
     }
     known.emplace(key, best);
     *fit = best;
@@ -126,16 +139,22 @@ bool tensor_cores_take(const OffloadDecodeAttention& a) {
 
 int plan_mma(const OffloadDecodeAttention& a, const Device& device, Plan* plan, Fit* fit) {
     Params& p = plan->params;
-    const Mma m = a.dtype == OFFLOAD_F16 ? mma_for<__half>(a.head_dim, p.group)
-                                         : mma_for<__nv_bfloat16>(a.head_dim, p.group);
+    // Large groups are one item, so that HBM is read once; or several, with less to combine each,
+    // where it is anyway. A caller that gives `splits` gets the former.
+    const int64_t bytes =
+        static_cast<int64_t>(a.batch) * a.kv_heads * a.max_length * a.head_dim * 4;
+    const bool apart = p.group > 16 && bytes <= kBytesInL2 && a.splits == 0;
+    const int group = apart ? 16 : p.group;
+    const Mma m = a.dtype == OFFLOAD_F16 ? mma_for<__half>(a.head_dim, group)
+                                         : mma_for<__nv_bfloat16>(a.head_dim, group);
     for (int most_teams = m.most_teams; most_teams > 0; --most_teams) {
         share_heads(plan, most_teams * m.queries_a_team);
         const int teams = divided(p.tile_heads, m.queries_a_team);
         plan->kernel = m.kernel;
         plan->threads = 128 * teams;
         const int stage = m.stage_bytes(teams);
-        if (int status =
-                find_fit(m.kernel, plan->threads, stage, m.shared_bytes(teams, 0), device, fit))
+        if (int status = find_fit(m.kernel, plan->threads, stage, m.shared_bytes(teams, 0), device,
+                                  apart ? Want::kCtas : Want::kBytes, fit))
             return status;
         if (fit->ctas == 0) continue;
         p.stages = fit->stages;
@@ -164,7 +183,7 @@ int plan_scalar(const OffloadDecodeAttention& a, const Device& device, Plan* pla
         const ScalarShape shape(p.padded_dim, element, p.columns, queries);
         if (p.columns > 8 && shape.stage_bytes() > 36 * 1024) continue;
         if (int status = find_fit(plan->kernel, plan->threads, shape.stage_bytes(),
-                                  shape.shared_bytes(0), device, fit))
+                                  shape.shared_bytes(0), device, Want::kBytes, fit))
             return status;
         if (fit->ctas == 0) continue;
         p.stages = fit->stages;
@@ -229,6 +248,8 @@ int make_plan(const OffloadDecodeAttention& a, Plan* plan) {
     if (fit.ctas == 0)
         if (int status = plan_scalar(a, device, plan, &fit)) return status;
     p.items = a.kv_heads * p.head_tiles;
+    p.room = plan->shared / static_cast<int>(sizeof(float2));
+    p.early = a.launch_early != 0;
     const int64_t most = static_cast<int64_t>(a.batch) * p.items * divided(a.max_length, p.columns);
     const int64_t wanted = a.splits ? a.splits : fit.ctas * device.multiprocessors;
     plan->grid = static_cast<int>(min(min(wanted, static_cast<int64_t>(kMostShares)), most));

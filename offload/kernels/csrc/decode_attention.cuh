@@ -3,14 +3,19 @@
 // Work is counted in tiles: up to Math::kColumns (or p.columns) visible cache columns of one item,
 // which is one KV head of one sequence with up to p.tile_heads of its queries. All tiles of the
 // batch stand in one line, sequence after sequence, item after item, and every CTA takes an equal
-// piece of that line (stream-K): whatever the lengths, all CTAs read as much. Each CTA finds its
-// piece itself from the lengths in device memory, so a captured launch follows them.
+// piece of that line (stream-K): whatever the lengths, all CTAs read as much. Where all sequences
+// have as many tiles, pieces end where items do if that costs little. Each CTA finds its piece
+// itself from the lengths in device memory, so a captured launch follows them.
 //
-// A piece begins and ends inside an item as a rule. Such an item's parts go to the workspace as
-// unnormalised float32 sums with their maximum; the CTA that adds the last of them (by a counter)
-// combines them in the order of their columns, so that results repeat bit for bit. Of a cut item, a
-// CTA holds either the end or a middle (then it comes first in its piece: slot 2 * cta), or the
-// beginning (last in its piece: slot 2 * cta + 1).
+// An item that is cut has its parts in the workspace, as unnormalised float32 sums with their
+// maximum; the CTA that adds the last of them (by a counter) combines them in the order of their
+// columns, so that results repeat bit for bit. Of a cut item, a CTA holds either the end or a
+// middle (then it comes first in its piece: slot 2 * cta), or the beginning (last in its piece:
+// slot 2 * cta + 1). Both wait for the piece's end: an item cannot be whole before some piece ends.
+//
+// A launch that may begin early reads lengths, and the columns that were there before, while the
+// kernels ahead still run; then it waits for what they write: queries and each sequence's last
+// column.
 //
 // Scores are kept in units of log2(e), so that exponentials are exp2.
 #pragma once
@@ -23,10 +28,11 @@ namespace offload {
 namespace decode {
 
 constexpr int kMostShares = OFFLOAD_DECODE_ATTENTION_SHARES;
-// What one CTA combines alone; more parts are combined in two steps. Every step costs a round trip
-// through L2 and an atomic, every part of a head its elements.
+// What one CTA combines alone; more parts are combined in two steps. A step costs two round trips
+// through L2 (2 us), a CTA's reading of parts 1 us for 90 KB.
 constexpr int kFewParts = 8;
-constexpr int kMostPartHeads = 384;
+constexpr int64_t kFewPartBytes = 300 << 10;
+constexpr int kAloneRows = 64;  // sequences that each warp counts for itself
 constexpr int kMostWarps = 12;  // of a CTA
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -52,6 +58,8 @@ struct Params {
     int32_t items;       // items a sequence
     int32_t max_length, window;
     int32_t stages;
+    int32_t room;     // of shared memory, in float2s
+    int32_t early;    // the kernel ahead may still run
     int32_t columns;  // of a tile, where the math leaves it open
     int32_t unit;     // bytes a copy into shared memory moves, where the math leaves it open
 };
@@ -78,69 +86,132 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
     return a / b;
 }
 
-// Where a CTA's piece of the line lies; the first `longer` CTAs take one tile more than `each`.
+// Into how many pieces the line is cut, and at which multiples of tiles. Piece i begins at unit
+// floor(i * units / ctas).
+struct Split {
+    int32_t ctas;
+    int64_t unit, units;
+};
+
+// `total` tiles are those of `items` items, of `each` tiles all of them (0: they differ).
+__device__ __forceinline__ Split split(int64_t total, int64_t items, int32_t each) {
+    const int32_t most = gridDim.x;
+    if (total <= most) return {static_cast<int32_t>(total), 1, total};
+    // With few tiles a CTA, what is left idle costs less than items that are cut; HBM is busy.
+    const bool few = total < static_cast<int64_t>(most) * 32;
+    const auto enough = [&](int64_t ctas) {
+        return ctas * 10 >= static_cast<int64_t>(most) * (few ? 7 : 9);
+    };
+    if (each > 0 && items >= most) {
+        const int64_t a_cta = quotient(items - 1, most) + 1;
+        const int64_t ctas = quotient(items - 1, a_cta) + 1;
+        if (enough(ctas)) return {static_cast<int32_t>(ctas), each, items};
+    } else if (each > 0) {
+        const int32_t parts = most / static_cast<int32_t>(items);
+        if (enough(parts * items)) {
+            const int32_t longest = (each - 1) / parts + 1;  // fewer parts do that as well
+            return {static_cast<int32_t>(((each - 1) / longest + 1) * items), 1, total};
+        }
+    }
+    const int64_t longest = quotient(total - 1, most) + 1;
+    return {static_cast<int32_t>(quotient(total - 1, longest) + 1), 1, total};
+}
+
+// Where a CTA's piece of the line lies.
 struct Share {
     int64_t begin, count;
-    int64_t each;
-    int32_t longer;
+    int64_t total;  // tiles of the line
+    int32_t ctas;
     int32_t b, item, tile;  // what `begin` is
 
-    // Which CTA has tile `at` of the line.
+    // Which CTA has tile `at` of the line; only where items are cut.
     __device__ int32_t owner(int64_t at) const {
-        const int64_t border = longer * (each + 1);
-        return static_cast<int32_t>(at < border ? quotient(at, each + 1)
-                                                : longer + quotient(at - border, each));
+        return static_cast<int32_t>(quotient((at + 1) * ctas - 1, total));
     }
 };
 
-// Fills `share` (in shared memory) for this CTA; false where there is less work than CTAs.
+// Finds the share of this CTA; false where there is less work than CTAs.
 __device__ __forceinline__ bool find_share(const Params& p, int32_t width, Share* share) {
     __shared__ int64_t warp_totals[kMostWarps];
-    const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int strip = (p.batch - 1) / threads + 1;
-    const int from = min(static_cast<int>(threadIdx.x) * strip, p.batch);
+    __shared__ int32_t warp_most[kMostWarps];
+    __shared__ int32_t place[3];
+    const bool alone = p.batch <= kAloneRows;  // no warp waits for another
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int scanners = alone ? 32 : blockDim.x, scanner = alone ? lane : threadIdx.x;
+    const int strip = (p.batch - 1) / scanners + 1;
+    const int from = min(scanner * strip, p.batch);
     const int to = min(from + strip, p.batch);
     int64_t own = 0;
-    for (int b = from; b < to; ++b) own += tiles_of(visible(p, b).columns, width);
+    int32_t most = 0;
+    for (int b = from; b < to; ++b) {
+        const int32_t tiles = tiles_of(visible(p, b).columns, width);
+        own += tiles;
+        most = max(most, tiles);
+    }
     int64_t upto = own;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
         const int64_t below = __shfl_up_sync(0xffffffffu, upto, step);
-        if (lane >= step) upto += below;
+        const int32_t highest = __shfl_up_sync(0xffffffffu, most, step);
+        if (lane >= step) {
+            upto += below;
+            most = max(most, highest);
+        }
     }
-    if (lane == 31) warp_totals[warp] = upto;
-    __syncthreads();
-    int64_t total = 0;
-    for (int w = 0; w < threads / 32; ++w) {
-        if (w == warp) upto += total;
-        total += warp_totals[w];
+    int64_t sum = __shfl_sync(0xffffffffu, upto, 31);
+    most = __shfl_sync(0xffffffffu, most, 31);
+    if (!alone) {
+        if (lane == 31) {
+            warp_totals[warp] = sum;
+            warp_most[warp] = most;
+        }
+        __syncthreads();
+        sum = 0;
+        for (int w = 0; w < blockDim.x / 32; ++w) {
+            if (w == warp) upto += sum;
+            sum += warp_totals[w];
+            most = max(most, warp_most[w]);
+        }
     }
-    total *= p.items;
-    const int32_t shares = total < gridDim.x ? static_cast<int32_t>(total) : gridDim.x;
+    const bool even = sum == static_cast<int64_t>(most) * p.batch;
+    const int64_t total = sum * p.items;
+    const Split cut = split(total, static_cast<int64_t>(p.batch) * p.items, even ? most : 0);
     const int32_t cta = blockIdx.x;
-    if (cta >= shares) return false;
-    const int64_t each = quotient(total, shares);
-    const int32_t longer = static_cast<int32_t>(total - each * shares);
-    const int64_t begin = cta * each + min(cta, longer);
-    int64_t rest = begin - (upto - own) * p.items;
-    if (rest >= 0 && rest < own * p.items) {  // true in exactly one thread
-        int b = from;
+    if (cta >= cut.ctas) return false;
+    share->total = total;
+    share->ctas = cut.ctas;
+    share->begin = quotient(cta * cut.units, cut.ctas) * cut.unit;
+    share->count = quotient((cta + 1) * cut.units, cut.ctas) * cut.unit - share->begin;
+    int64_t rest = share->begin - (upto - own) * p.items;
+    const bool here = rest >= 0 && rest < own * p.items;  // true in exactly one scanner
+    int32_t b = from, item = 0;
+    if (here) {
         int32_t tiles;
         for (;; ++b) {
             tiles = tiles_of(visible(p, b).columns, width);
             if (rest < static_cast<int64_t>(tiles) * p.items) break;
             rest -= static_cast<int64_t>(tiles) * p.items;
         }
-        const int32_t item = static_cast<int32_t>(quotient(rest, tiles));
-        *share = {begin,
-                  each + (cta < longer ? 1 : 0),
-                  each,
-                  longer,
-                  b,
-                  item,
-                  static_cast<int32_t>(rest - static_cast<int64_t>(item) * tiles)};
+        item = static_cast<int32_t>(quotient(rest, tiles));
+        rest -= static_cast<int64_t>(item) * tiles;
+    }
+    int32_t tile = static_cast<int32_t>(rest);
+    if (alone) {
+        const int source = __ffs(__ballot_sync(0xffffffffu, here)) - 1;
+        share->b = __shfl_sync(0xffffffffu, b, source);
+        share->item = __shfl_sync(0xffffffffu, item, source);
+        share->tile = __shfl_sync(0xffffffffu, tile, source);
+        return true;
+    }
+    if (here) {
+        place[0] = b;
+        place[1] = item;
+        place[2] = tile;
     }
     __syncthreads();
+    share->b = place[0];
+    share->item = place[1];
+    share->tile = place[2];
     return true;
 }
 
@@ -225,19 +296,22 @@ __device__ __forceinline__ int64_t slot_of(int32_t first, int32_t i) {
     return 2 * (static_cast<int64_t>(first) + i) + (i == 0);
 }
 
-// True in the CTA that is the last of `expected` to come here, once what all of them wrote before
-// is seen; leaves the counter zero.
-__device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t expected) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();  // it covers what the CTA's other threads wrote before the barrier
-        last = atomicAdd(counter, 1u) == expected - 1;
-        if (last) *counter = 0;
-        __threadfence();
+// Counts this CTA at up to two counters, where it says what that CTA wrote before; null: at none.
+// Bit i is set where all `expected[i]` CTAs are there now, and what they wrote is seen; that
+// counter is zero again, for the next launch.
+__device__ __forceinline__ int arrive(uint32_t* first, uint32_t first_expected, uint32_t* second,
+                                      uint32_t second_expected) {
+    __shared__ bool last[2];
+    __syncthreads();                              // the release below covers what all threads wrote
+    if (threadIdx.x == 0 || threadIdx.x == 32) {  // side by side
+        uint32_t* const counter = threadIdx.x == 0 ? first : second;
+        const uint32_t expected = threadIdx.x == 0 ? first_expected : second_expected;
+        const bool complete = counter && count_and_see(counter) == expected - 1;
+        if (complete) *counter = 0;
+        last[threadIdx.x / 32] = complete;
     }
     __syncthreads();
-    return last;
+    return last[0] | last[1] << 1;
 }
 
 // Some parts of an item: i, i + step, ... (`count` of them).
@@ -248,22 +322,42 @@ struct Parts {
     __device__ int64_t slot(int n) const { return slot_of(first, i + n * step); }
 };
 
-// Fills scratch[n * heads + head].x with what part n's sums are multiplied with; their maximum and
-// sum become those of slot `into`, or below 0 the weights are normalised.
-__device__ __forceinline__ void weigh_parts(const Params& p, const Cursor& at, const Parts& parts,
+// A cut item's parts, and how they become one: all at once (step 1), or first groups of `step`
+// parts, each into the slot of its first.
+struct Cut {
+    int32_t first, count, step;
+    int64_t begin;  // tile of the line
+
+    __device__ Cut(const Params& p, const Cursor& at, const Share& share, int64_t begin)
+        : first(share.owner(begin)), step(1), begin(begin) {
+        count = share.owner(begin + at.tiles - 1) - first + 1;
+        const int32_t heads = at.heads(p);
+        const int64_t bytes = static_cast<int64_t>(count) * heads * p.padded_dim * 4;
+        if (count > kFewParts && (count > p.room / 2 / heads || bytes > kFewPartBytes))
+            while (step * step < count) ++step;
+    }
+    // Those that this CTA's part is combined with first.
+    __device__ Parts group() const {
+        if (step == 1) return all();
+        const int32_t leader = (static_cast<int32_t>(blockIdx.x) - first) / step * step;
+        return {first, leader, 1, min(step, count - leader)};
+    }
+    __device__ Parts all() const { return {first, 0, step, (count - 1) / step + 1}; }
+};
+
+// scratch[n * heads + head] is part n's statistics, and .x becomes what its sums are multiplied
+// with; their maximum and sum become those of slot `into`, or below 0 the weights are normalised.
+__device__ __forceinline__ void weigh_parts(const Params& p, const Cursor& at, int count,
                                             int64_t into, float2* scratch) {
     const int heads = at.heads(p), lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < parts.count * heads; i += blockDim.x)
-        scratch[i] = __ldcg(&p.stats[parts.slot(i / heads) * p.tile_heads + i % heads]);
     __syncthreads();
     for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
         float most = -INFINITY;
-        for (int n = lane; n < parts.count; n += 32)
-            most = fmaxf(most, scratch[n * heads + head].x);
+        for (int n = lane; n < count; n += 32) most = fmaxf(most, scratch[n * heads + head].x);
         most = warp_most(most);
         const float base = most == -INFINITY ? 0.f : most;
         float sum = 0.f;
-        for (int n = lane; n < parts.count; n += 32) {
+        for (int n = lane; n < count; n += 32) {
             float2& stat = scratch[n * heads + head];
             stat.x = exp2f(stat.x - base);
             sum += stat.y * stat.x;
@@ -275,44 +369,83 @@ __device__ __forceinline__ void weigh_parts(const Params& p, const Cursor& at, c
         }
         const float factor =
             normaliser(p, at.head(p) + head, at.see.first + at.see.columns, most, sum);
-        for (int n = lane; n < parts.count; n += 32) scratch[n * heads + head].x *= factor;
+        for (int n = lane; n < count; n += 32) scratch[n * heads + head].x *= factor;
     }
     __syncthreads();
 }
 
-// Adds the weighed parts in their order and calls write(head, first element, sums).
-template <int kUnrolled, typename Write>
-__device__ __forceinline__ void add_parts(const Params& p, int heads, const Parts& parts,
-                                          const float2* scratch, Write write) {
-    constexpr int kTogether = 2;  // elements in flight at a time, times the unrolled parts
+// Adds an item's parts in their order and calls write(head, first element, sums). Their statistics
+// go to slot `into`, or below 0 the sums are normalised. `shared` is p.room float2s: statistics,
+// then sums, which are copied there behind each other while the statistics are weighed; a thread
+// reads only what it copied itself.
+template <typename Write>
+__device__ __forceinline__ void add_parts(const Params& p, const Cursor& at, const Parts& parts,
+                                          int64_t into, float2* shared, Write write) {
+    const int threads = blockDim.x, heads = at.heads(p), stats = parts.count * heads;
     const int quads = p.padded_dim / 4, all = heads * quads;
-    for (int e = threadIdx.x; e < all; e += blockDim.x * kTogether) {
-        float4 sums[kTogether] = {};
-        int head[kTogether], element[kTogether];
+    constexpr int kStats = 4;
+    float2 early[kStats];
+    const auto stat = [&](int i) {
+        return __ldcg(&p.stats[parts.slot(i / heads) * p.tile_heads + i % heads]);
+    };
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            const int at = min(e + i * static_cast<int>(blockDim.x), all - 1);
-            head[i] = at / quads;
-            element[i] = at % quads * 4;
-        }
-#pragma unroll kUnrolled
-        for (int n = 0; n < parts.count; ++n) {
-            const float* from = p.sums + parts.slot(n) * p.tile_heads * p.padded_dim;
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const float4 x = __ldcg(
-                    reinterpret_cast<const float4*>(from + head[i] * p.padded_dim + element[i]));
-                const float weight = scratch[n * heads + head[i]].x;
-                sums[i].x += x.x * weight;
-                sums[i].y += x.y * weight;
-                sums[i].z += x.z * weight;
-                sums[i].w += x.w * weight;
+    for (int j = 0; j < kStats; ++j) {
+        const int i = threadIdx.x + j * threads;
+        if (i < stats) early[j] = stat(i);
+    }
+    const int whole = (stats + 1) / 2 * 2;  // a multiple of 16 bytes
+    float4* const sums = reinterpret_cast<float4*>(shared + whole) + threadIdx.x;
+    const int depth = (p.room - whole) / (2 * threads);  // fours of a thread
+    // Four and part of what is copied next, and of what is added next.
+    int e = threadIdx.x, n = 0, added_e = threadIdx.x, added_n = 0;
+    const int64_t slot = static_cast<int64_t>(p.tile_heads) * p.padded_dim;
+    const float* from = nullptr;
+    const auto copy = [&] {
+        for (int j = 0; j < depth && e < all; ++j) {
+            if (n < 2)
+                from = p.sums + parts.slot(n) * slot + e * 4;
+            else
+                from += 2 * parts.step * slot;
+            copy_async<16>(static_cast<uint32_t>(__cvta_generic_to_shared(sums + j * threads)),
+                           from, 16);
+            if (++n == parts.count) {
+                n = 0;
+                e += threads;
             }
         }
+        end_copies();
+    };
+    copy();
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-            if (e + i * static_cast<int>(blockDim.x) < all) write(head[i], element[i], sums[i]);
+    for (int j = 0; j < kStats; ++j) {
+        const int i = threadIdx.x + j * threads;
+        if (i < stats) shared[i] = early[j];
     }
+    for (int i = threadIdx.x + kStats * threads; i < stats; i += threads) shared[i] = stat(i);
+    weigh_parts(p, at, parts.count, into, shared);
+    float4 sum = {0.f, 0.f, 0.f, 0.f};
+    int head = added_e / quads;
+    const float2* weight = shared + head;
+    while (added_e < all) {
+        wait_for_copies(0);
+        for (int j = 0; j < depth && added_e < all; ++j) {
+            const float4 x = sums[j * threads];
+            sum.x += x.x * weight->x;
+            sum.y += x.y * weight->x;
+            sum.z += x.z * weight->x;
+            sum.w += x.w * weight->x;
+            weight += heads;
+            if (++added_n < parts.count) continue;
+            write(head, (added_e - head * quads) * 4, sum);
+            sum = {0.f, 0.f, 0.f, 0.f};
+            added_n = 0;
+            added_e += threads;
+            head = added_e / quads;
+            weight = shared + head;
+        }
+        copy();
+    }
+    wait_for_copies(0);
 }
 
 template <typename T>
@@ -325,70 +458,88 @@ __device__ __forceinline__ void store_output(const Params& p, int b, int head, i
         if (element + i < p.head_dim) to[element + i] = from_float<T>(at[i]);
 }
 
-// Called by every CTA that has written a part of the item at `at`, where the item begins at tile
-// `begin` of the line: the last one combines the parts into the output. `scratch` is shared memory
-// for `room` statistics.
+// Called by the CTA that has all parts of the cut item at `at`, or of a group of them: into the
+// output, where need be once all groups are there. `scratch` is shared memory, p.room of it.
 template <typename Math>
-__device__ __forceinline__ void combine(const Params& p, const Cursor& at, const Share& share,
-                                        int64_t begin, float2* scratch, int room) {
-    const int32_t first = share.owner(begin);
-    const int32_t count = share.owner(begin + at.tiles - 1) - first + 1;
-    const int heads = at.heads(p);
-    int32_t step = 1;
-    if (count > kFewParts && (count > room / heads || count * heads > kMostPartHeads)) {
-        // Too much for one CTA: groups of `step` parts first, each into the slot of its first.
-        while (step * step < count) ++step;
-        const int32_t own = static_cast<int32_t>(blockIdx.x) - first;
-        const int32_t leader = own / step * step;
-        const Parts parts = {first, leader, 1, min(step, count - leader)};
-        const int64_t into = parts.slot(0);
-        if (!is_last(p.counters + into, parts.count)) return;
-        weigh_parts(p, at, parts, into, scratch);
-        add_parts<Math::kPartsTogether>(
-            p, heads, parts, scratch, [&](int head, int element, float4 sums) {
-                __stcg(reinterpret_cast<float4*>(
-                           p.sums + (into * p.tile_heads + head) * p.padded_dim + element),
-                       sums);
-            });
-    }
-    const Parts parts = {first, 0, step, (count - 1) / step + 1};
-    if (!is_last(p.counters + (step > 1 ? 2 * kMostShares + first : slot_of(first, 0)),
-                 parts.count))
-        return;
-    weigh_parts(p, at, parts, -1, scratch);
-    add_parts<Math::kPartsTogether>(
-        p, heads, parts, scratch, [&](int head, int element, float4 sums) {
-            store_output<typename Math::Element>(p, at.b, at.head(p) + head, element, sums);
+__device__ __forceinline__ void combine(const Params& p, const Cursor& at, const Cut& cut,
+                                        float2* scratch) {
+    if (cut.step > 1) {
+        const Parts group = cut.group();
+        const int64_t into = group.slot(0);
+        add_parts(p, at, group, into, scratch, [&](int head, int element, float4 sums) {
+            __stcg(reinterpret_cast<float4*>(p.sums + (into * p.tile_heads + head) * p.padded_dim +
+                                             element),
+                   sums);
         });
+        uint32_t* const counter = p.counters + 2 * kMostShares + cut.first;
+        if (!arrive(counter, cut.all().count, nullptr, 0)) return;
+    }
+    add_parts(p, at, cut.all(), -1, scratch, [&](int head, int element, float4 sums) {
+        store_output<typename Math::Element>(p, at.b, at.head(p) + head, element, sums);
+    });
+}
+
+// Called at a piece's end, which `end` is: combines the items that it has parts of and whose other
+// parts are there.
+template <typename Math>
+__device__ __forceinline__ void combine_cuts(const Params& p, const Share& share, int32_t width,
+                                             const Cursor& end, float2* scratch) {
+    const bool tail = share.tile > 0;  // the piece's first item began before it
+    const bool head = !end.fresh && (end.segment > 0 || !tail);
+    if (!tail && !head) return;
+    const Cursor begun(p, share, width);
+    const Cut first(p, begun, share, share.begin - share.tile);
+    const Cut second(p, end, share, share.begin + share.count - end.tile);
+    const Parts firsts = first.group(), seconds = second.group();
+    const int last = arrive(tail ? p.counters + firsts.slot(0) : nullptr, firsts.count,
+                            head ? p.counters + seconds.slot(0) : nullptr, seconds.count);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        if (!(last >> i & 1)) continue;
+        combine<Math>(p, i ? end : begun, i ? second : first, scratch);
+        __syncthreads();  // all are done with `scratch`
+    }
 }
 
 // Math is what one CTA does with a tile:
 //   columns(p)                 the most columns of a tile
 //   load(p, stage, cursor)     begin copying the cursor's tile (and its queries, if it is fresh)
+//   load_early(p, stage, cursor)  as much of that as does not come from the kernels ahead
+//   load_late(p, stage, cursor)   the rest
 //   begin(p, cursor)           a new item: forget the sums
 //   tile(p, stage, cursor)     add a tile
 //   store(p, cursor)           the item was whole: normalise, write the output
 //   store_part(p, cursor, slot)  write the sums as they are
-//   scratch(), room(p)         shared memory for float2s, free between items
 template <typename Math>
 __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
     decode_attention_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Share share;
-    wait_for_previous_kernel();
+    let_next_kernel_begin();
     const int32_t width = Math::columns(p);
+    Share share;
     if (!find_share(p, width, &share)) return;
 
     Math math(p, shared);
     Cursor ahead(p, share, width), at(p, share, width);
-    for (int stage = 0; stage < p.stages - 1; ++stage) {
+    const int lead = p.stages - 1;
+    if (p.early) {
+        Cursor early = at;
+        for (int stage = 0; stage < lead && early.left > 0; ++stage) {
+            math.load_early(p, stage, early);
+            early.advance(p, width);
+        }
+        wait_for_previous_kernel();
+    }
+    for (int stage = 0; stage < lead; ++stage) {  // the early copies belong to the first group
         if (ahead.left > 0) {
-            math.load(p, stage, ahead);
+            if (p.early)
+                math.load_late(p, stage, ahead);
+            else
+                math.load(p, stage, ahead);
             ahead.advance(p, width);
         }
         end_copies();
     }
-    let_next_kernel_begin();
 
     int32_t begun = 0;  // the first tile of this item in this piece
     for (int stage = 0; at.left > 0; at.advance(p, width)) {
@@ -407,14 +558,12 @@ __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
         stage = stage + 1 == p.stages ? 0 : stage + 1;
         const bool complete = at.tile + 1 == at.tiles;
         if (!complete && at.left > 1) continue;
-        if (complete && begun == 0) {
+        if (complete && begun == 0)
             math.store(p, at);
-        } else {
+        else
             math.store_part(p, at, 2 * static_cast<int64_t>(blockIdx.x) + (begun == 0));
-            const int64_t here = share.begin + share.count - at.left;
-            combine<Math>(p, at, share, here - at.tile, math.scratch(), math.room(p));
-        }
     }
+    combine_cuts<Math>(p, share, width, at, reinterpret_cast<float2*>(shared));
 }
 
 }  // namespace decode

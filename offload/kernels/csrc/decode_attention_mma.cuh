@@ -47,7 +47,6 @@ struct MmaMath {
     using Shape = MmaShape<kDim, kQueries>;
     static constexpr int kMostThreads = Shape::kTeam * Shape::kMostTeams;
     static constexpr int kLeastCtas = kQueries == 4 || kDim > 128 ? 1 : kDim > 80 ? 2 : 3;
-    static constexpr int kPartsTogether = Shape::kMostTeams > 1 ? 2 : 8;
     static constexpr int kCopiesTogether = Shape::kMostTeams > 1 ? 2 : 16;
     static constexpr int kSteps = kDim / 16;         // of the first product, 16 elements each
     static constexpr int kParts = (kSteps + 3) / 4;  // of the output a warp has, 16 elements each
@@ -76,13 +75,9 @@ struct MmaMath {
           queries(stages + p.stages * 2 * Shape::kTile),
           scores(reinterpret_cast<float*>(shared +
                                           p.stages * Shape::stage_bytes(threads / Shape::kTeam))),
-          policy(evict_first_policy()),
+          policy(l2_policy(p.head_tiles == 1)),
           scale(score_scale(p)) {}
 
-    __device__ float2* scratch() const { return reinterpret_cast<float2*>(scores); }
-    __device__ int room(const Params&) const {
-        return Shape::queries(threads / Shape::kTeam) * Shape::kScores / 2;
-    }
     __device__ uint32_t keys(int stage) const { return stages + stage * 2 * Shape::kTile; }
     __device__ uint32_t values(int stage) const { return keys(stage) + Shape::kTile; }
     // A ring too: while one item's queries are in use, at most p.stages - 1 more were loaded.
@@ -91,22 +86,56 @@ struct MmaMath {
         return queries + at.segment % p.stages * rows * Shape::kRow;
     }
 
+    // Where a tile's keys or values begin in `cache`.
+    __device__ const T* tile_of(const Params& p, const void* cache, const Cursor& at) const {
+        return static_cast<const T*>(cache) + at.b * p.cache_batch + at.kv_head(p) * p.cache_head +
+               (static_cast<int64_t>(at.see.first) + static_cast<int64_t>(at.tile) * kColumns) *
+                   p.head_dim;
+    }
+
     __device__ void load(const Params& p, int stage, const Cursor& at) {
         if (at.fresh) load_queries(p, at);
-        const int64_t offset =
-            at.b * p.cache_batch + at.kv_head(p) * p.cache_head +
-            (static_cast<int64_t>(at.see.first) + static_cast<int64_t>(at.tile) * kColumns) *
-                p.head_dim;
-        const T* key = static_cast<const T*>(p.key) + offset;
-        const T* value = static_cast<const T*>(p.value) + offset;
+        const T* key = tile_of(p, p.key, at);
+        const T* value = tile_of(p, p.value, at);
         const int rows = at.see.columns - at.tile * kColumns;
-        const uint32_t k = keys(stage), v = values(stage);
         if (rows >= kColumns && p.head_dim == kDim) {  // contiguous, and no column to hide
-            copy_whole(k, key);
-            copy_whole(v, value);
+            copy_whole(keys(stage), key);
+            copy_whole(values(stage), value);
         } else {
-            copy_seen(p, k, key, rows);
-            copy_seen(p, v, value, rows);
+            copy_seen(p, keys(stage), key, rows);
+            copy_seen(p, values(stage), value, rows);
+        }
+    }
+
+    __device__ void load_early(const Params& p, int stage, const Cursor& at) {
+        const T* key = tile_of(p, p.key, at);
+        const T* value = tile_of(p, p.value, at);
+        const int rows = at.see.columns - at.tile * kColumns;
+        if (rows > kColumns && p.head_dim == kDim) {
+            copy_whole(keys(stage), key);
+            copy_whole(values(stage), value);
+            return;
+        }
+        const int last = rows > kColumns ? -1 : rows - 1;
+        copy_seen(p, keys(stage), key, rows, last);
+        copy_seen(p, values(stage), value, rows, last);
+        const int i = threadIdx.x / 2;  // 32 bytes of the last column
+        if (last >= 0 && i * 16 < p.head_dim)
+            expect_in_l2((threadIdx.x % 2 ? value : key) + last * p.head_dim + i * 16);
+    }
+
+    __device__ void load_late(const Params& p, int stage, const Cursor& at) {
+        if (at.fresh) load_queries(p, at);
+        const int last = at.see.columns - at.tile * kColumns - 1;
+        if (last < 0 || last >= kColumns) return;
+        const T* key = tile_of(p, p.key, at) + last * p.head_dim;
+        const T* value = tile_of(p, p.value, at) + last * p.head_dim;
+        for (int i = threadIdx.x; i < 2 * Shape::kChunks; i += threads) {
+            const int chunk = i / 2;
+            const bool real = chunk * 8 < p.head_dim;
+            copy_async_once((i % 2 ? values(stage) : keys(stage)) + Shape::place(last, chunk),
+                            real ? (i % 2 ? value : key) + chunk * 8 : p.key, real ? 16 : 0,
+                            policy);
         }
     }
 
@@ -121,10 +150,13 @@ struct MmaMath {
     }
 
     // Columns that are not seen become zeros without being read: a weight of 0 hides no NaN.
-    __device__ void copy_seen(const Params& p, uint32_t to, const T* from, int rows) const {
-#pragma unroll 1
+    // Column `but` is left out.
+    __device__ void copy_seen(const Params& p, uint32_t to, const T* from, int rows,
+                              int but = -1) const {
+#pragma unroll 2
         for (int i = threadIdx.x; i < kCopies; i += threads) {
             const int row = i / Shape::kChunks, chunk = i % Shape::kChunks;
+            if (row == but) continue;
             const bool seen = row < rows && chunk * 8 < p.head_dim;
             const void* source = seen ? from + row * p.head_dim + chunk * 8 : p.key;
             copy_async_once(to + Shape::place(row, chunk), source, seen ? 16 : 0, policy);

@@ -28,10 +28,12 @@ __device__ __forceinline__ void copy_async_once(uint32_t to, const void* from, i
                  "l"(from), "r"(seen), "l"(policy)
                  : "memory");
 }
-__device__ __forceinline__ uint64_t evict_first_policy() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
+// For what is read `once`, or is wanted again soon.
+__device__ __forceinline__ uint64_t l2_policy(bool once) {
+    uint64_t first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return once ? first : normal;
 }
 __device__ __forceinline__ void end_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -51,6 +53,21 @@ __device__ __forceinline__ void wait_for_copies(int running) {
         default:
             asm volatile("cp.async.wait_group 3;" ::: "memory");
     }
+}
+
+// Asks for the bytes there to be in L2 soon; what is written there meanwhile is seen all the same.
+__device__ __forceinline__ void expect_in_l2(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)) : "memory");
+}
+
+// Adds 1 and returns what was there. Who sees another's 1 sees what that one's CTA wrote before.
+__device__ __forceinline__ uint32_t count_and_see(uint32_t* counter) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter))
+                 : "memory");
+    return before;
 }
 
 template <typename T>

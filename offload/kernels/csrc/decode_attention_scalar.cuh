@@ -46,7 +46,6 @@ struct ScalarMath {
     using Element = T;
     static constexpr int kMostThreads = kScalarThreads;
     static constexpr int kLeastCtas = 2;
-    static constexpr int kPartsTogether = 4;
     static constexpr int kTogether = kQueries < 16 ? 1 : 4;  // queries that share a read of K
 
     __device__ static int32_t columns(const Params& p) { return p.columns; }
@@ -77,32 +76,47 @@ struct ScalarMath {
           lanes(kScalarThreads / quads),
           scale(score_scale(p)) {}
 
-    // From `exchange` to the end of `scores`.
-    __device__ float2* scratch() const { return reinterpret_cast<float2*>(exchange); }
-    __device__ int room(const Params& p) const {
-        return kScalarThreads * 2 + kQueries * (p.padded_dim + shape.score_stride()) / 2;
-    }
     __device__ unsigned char* keys(int stage) const { return stages + stage * shape.stage_bytes(); }
     __device__ unsigned char* values(int stage) const {
         return keys(stage) + shape.columns * shape.row;
     }
 
     __device__ void load(const Params& p, int stage, const Cursor& at) {
+        copy(p, stage, at, 0, rows_of(p, at));
+    }
+    __device__ void load_early(const Params& p, int stage, const Cursor& at) {
+        copy(p, stage, at, 0, rows_of(p, at) - has_last(p, at));
+    }
+    __device__ void load_late(const Params& p, int stage, const Cursor& at) {
+        const int rows = rows_of(p, at);
+        copy(p, stage, at, rows - has_last(p, at), rows);
+    }
+
+    __device__ int rows_of(const Params& p, const Cursor& at) const {
+        return min(at.see.columns - at.tile * p.columns, p.columns);
+    }
+    // Whether a tile has the last column that is seen.
+    __device__ bool has_last(const Params& p, const Cursor& at) const {
+        return at.tile + 1 == at.tiles && at.see.columns > 0;
+    }
+
+    // Seen columns only: the others are never looked at.
+    __device__ void copy(const Params& p, int stage, const Cursor& at, int from, int to) {
         const int64_t offset =
             at.b * p.cache_batch + at.kv_head(p) * p.cache_head +
             (static_cast<int64_t>(at.see.first) + static_cast<int64_t>(at.tile) * p.columns) *
                 p.head_dim;
-        const int rows = min(at.see.columns - at.tile * p.columns, p.columns);
-        copy_rows(p, keys(stage), static_cast<const T*>(p.key) + offset, rows);
-        copy_rows(p, values(stage), static_cast<const T*>(p.value) + offset, rows);
+        copy_rows(p, keys(stage), static_cast<const T*>(p.key) + offset, from, to);
+        copy_rows(p, values(stage), static_cast<const T*>(p.value) + offset, from, to);
     }
 
-    // Seen columns only: the others are never looked at. A row's padding becomes zeros.
-    __device__ void copy_rows(const Params& p, unsigned char* to, const T* from, int rows) const {
+    // A row's padding becomes zeros.
+    __device__ void copy_rows(const Params& p, unsigned char* to, const T* from, int first,
+                              int end) const {
         const int units = p.padded_dim * static_cast<int>(sizeof(T)) / p.unit;  // a row
         const int elements = p.unit / static_cast<int>(sizeof(T));              // a unit
         const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-        for (int i = threadIdx.x; i < rows * units; i += kScalarThreads) {
+        for (int i = first * units + threadIdx.x; i < end * units; i += kScalarThreads) {
             const int row = i / units, unit = i % units;
             const int place = row * shape.row + unit * p.unit;
             const bool real = unit * elements < p.head_dim;
