@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,12 @@ def test_pinning_refused(
     monkeypatch.setenv("OFFLOAD_POISON", "1")
     folder = variant_folder("llama")
     inputs = {k: v.cuda() for k, v in variants.inputs("llama").items()}
-    with torch.no_grad(), offload.run(folder, device_map=tier, prefetch=1, engine="transformers") as model:
+    options: dict[str, Any] = {"device_map": tier, "prefetch": 1, "engine": "transformers"}
+    with torch.no_grad(), offload.run(folder, **options) as model:
         want = model(**inputs).logits
         assert model.offload.report().pageable_bytes == 0
     monkeypatch.setattr(cudart.Cudart, "register", lambda *_: "refused by this test")
-    with torch.no_grad(), offload.run(folder, device_map=tier, prefetch=1, engine="transformers") as model:
+    with torch.no_grad(), offload.run(folder, **options) as model:
         for _ in range(5):
             assert torch.equal(model(**inputs).logits, want)
         report = model.offload.report()
