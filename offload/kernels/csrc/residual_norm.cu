@@ -218,17 +218,16 @@ int launch_rows(const OffloadResidualNorm& a, const Device& device, void* stream
     // Few rows: as many threads a row as there are, each done sooner. Many: more bytes under way a
     // thread, and fewer threads that wait for each other.
     const bool few = a.rows < 2 * device.multiprocessors;
-    int stages = a.packs_per_thread / 10, per_thread = a.packs_per_thread % 10;
-    if (!a.packs_per_thread) {
-        stages = a.rows < 8 * device.multiprocessors ? 0 : 3;
-        per_thread = few ? 1 : stages || packs <= 64 ? 2 : 4;
-    }
+    const int stages = a.packs_per_thread / 10;
+    const bool ring = a.packs_per_thread ? stages > 0 : a.rows >= 8 * device.multiprocessors;
+    int per_thread = a.packs_per_thread % 10;
+    if (!per_thread) per_thread = few ? 1 : ring || packs <= 64 ? 2 : 4;
     while (per_thread < 4 && packs > per_thread * kMostThreads) per_thread *= 2;
     const int warps = (packs + 32 * per_thread - 1) / (32 * per_thread);
     if (warps > kMostWarps) return launch_passes<T, N>(a, stream);
     const auto launch_packs = [&](auto count) {
         constexpr int kPacks = decltype(count)::value;
-        if (stages) {
+        if (ring) {
             bool fits;
             const int status = launch_ring<T, N, kPacks>(a, warps, stages, device, stream, &fits);
             if (fits) return status;

@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kMostThreads)
     wait_for_copies(0);
 }
 
-// Launches it with `stages` rows in the ring, or with fewer where shared memory does not hold them;
-// `fits` is false where it holds no two, and nothing is launched.
+// Launches it with `stages` rows in the ring, or with fewer where shared memory does not hold them
+// (0: as many as are good); `fits` is false where it holds no two, and nothing is launched.
 template <typename T, int N, int kPacks>
 int launch_ring(const OffloadResidualNorm& a, int warps, int stages, const Device& device,
                 void* stream, bool* fits) {
@@ -142,11 +142,8 @@ int launch_ring(const OffloadResidualNorm& a, int warps, int stages, const Devic
     const int piece = kPacks * threads * 16;
     const int stage = Places(sources).count * piece, fixed = Places(held).count * piece;
     const int most = device.shared_per_block - 1024;  // less the sums
-    while (stages > 2 && stages * stage + fixed > most) --stages;
-    const int shared = stages * stage + fixed;
-    *fits = shared <= most;
+    *fits = 2 * stage + fixed <= most;
     if (!*fits) return 0;
-    int resident = 0;
     const auto failed = [](cudaError_t error) { return cuda_status("residual_norm", error); };
     if (int status =
             failed(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)))
@@ -155,14 +152,26 @@ int launch_ring(const OffloadResidualNorm& a, int warps, int stages, const Devic
             failed(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared)))
         return status;
-    if (int status = failed(
-            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared)))
-        return status;
+    // Two blocks fill each other's pauses: that is worth the third row.
+    int resident = 0, depth = 2;
+    for (int more = stages ? stages : 3; more >= 2 && resident < 2; --more) {
+        const int shared = more * stage + fixed;
+        if (shared > most) continue;
+        int blocks = 0;
+        if (int status = failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks, kernel, threads, static_cast<size_t>(shared))))
+            return status;
+        if (blocks > resident) {
+            resident = blocks;
+            depth = more;
+        }
+        if (stages) break;
+    }
     const int64_t blocks = (a.rows + rows_per_block - 1) / rows_per_block;
     const int64_t room = static_cast<int64_t>(resident < 1 ? 1 : resident) * device.multiprocessors;
     return launch("residual_norm", kernel,
-                  dim3(static_cast<unsigned>(blocks < room ? blocks : room)), dim3(threads), shared,
-                  stream, a.launch_early, a, warps, stages);
+                  dim3(static_cast<unsigned>(blocks < room ? blocks : room)), dim3(threads),
+                  depth * stage + fixed, stream, a.launch_early, a, warps, depth);
 }
 
 }  // namespace offload

@@ -302,15 +302,11 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
         constexpr int N = 16 / sizeof(T);
         // A ring of rows pays where a block has several.
         const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
-        int stages = x.variant % 10, threads = x.variant / 10 * 256;
-        if (!x.variant) {
-            stages = rows < 8 * device.multiprocessors ? 1 : 3;
-            threads = 256;
-        }
-        if (stages > 1) {
+        const int threads = x.variant ? x.variant / 10 * 256 : 256;
+        if (x.variant ? x.variant != 1 : rows >= 8 * device.multiprocessors) {
             bool ring_fits;
             const int status =
-                launch_append_ring<T>(x, threads, stages, device, stream, &ring_fits);
+                launch_append_ring<T>(x, threads, x.variant % 10, device, stream, &ring_fits);
             if (ring_fits) return status;
         }
         if (fits<T, N>(x)) return launch_append<T, N>(x, device.multiprocessors, stream);

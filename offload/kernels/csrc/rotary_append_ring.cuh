@@ -72,7 +72,9 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
     const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
 
     HeadEntry<T>* const table = reinterpret_cast<HeadEntry<T>*>(shared);
-    T* const bias = reinterpret_cast<T*>(table + head_count);  // as long as a row, if there is one
+    // Of q_norm and of k_norm, with their offset, if there is either.
+    float* const weights = reinterpret_cast<float*>(table + head_count);
+    T* const bias = reinterpret_cast<T*>(weights + (kNormed ? 2 * x.head_dim : 0));  // of a row
     unsigned char* const ring = reinterpret_cast<unsigned char*>(bias + (x.bias ? plan.width : 0));
     const int stage_bytes = plan.row_bytes + 2 * plan.angle_bytes;
     for (int head = threadIdx.x; head < head_count; head += blockDim.x) {
@@ -94,6 +96,14 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
         }
         table[head] = entry;
     }
+    if (kNormed) {
+        for (int i = threadIdx.x; i < 2 * x.head_dim; i += blockDim.x) {
+            const OffloadNorm& norm = i < x.head_dim ? x.q_norm : x.k_norm;
+            const T* from = static_cast<const T*>(norm.weight);
+            const int column = i < x.head_dim ? i : i - x.head_dim;
+            weights[i] = from ? to_float(from[column]) + norm.weight_offset : 1.f;
+        }
+    }
     if (x.bias)
         for (int i = threadIdx.x * N; i < plan.width; i += blockDim.x * N)
             store(bias + i, load<T, N>(static_cast<const T*>(x.bias) + i));
@@ -113,6 +123,7 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
     }
     const bool whole = half % N == 0;  // all that a thread has is rotated alike
     const bool centred = x.q_norm.kind == OFFLOAD_NORM_LAYER || x.k_norm.kind == OFFLOAD_NORM_LAYER;
+    const float share = 1.f / x.head_dim;
     wait_for_previous_kernel();
 
     const RowAt step(gridDim.x, x.tokens);
@@ -188,13 +199,17 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
             // n values from place i of the head.
             const auto normalise = [&](float* y, int i, auto count) {
                 constexpr int n = decltype(count)::value;
+                const float* const weight = weights + (entry.in_cache ? x.head_dim : 0) + i;
+                if (centred) {
 #pragma unroll
-                for (int j = 0; j < n; ++j) y[j] = (y[j] - mean) * scale;
-                if (norm.weight) {
-                    float w[n];
-                    to_floats(load<T, n>(static_cast<const T*>(norm.weight) + i), w);
+                    for (int j = 0; j < n; ++j) y[j] -= mean;
+                }
 #pragma unroll
-                    for (int j = 0; j < n; ++j) y[j] *= w[j] + norm.weight_offset;
+                for (int j = 0; j < n; j += 4) {
+                    float w[4];
+                    to_floats(load<float, 4>(weight + j), w);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) y[j + k] *= scale * w[k];
                 }
                 if (norm.bias) add_to<T, n>(y, static_cast<const T*>(norm.bias) + i);
             };
@@ -206,7 +221,7 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
 #pragma unroll
                     for (int j = 0; j < N; ++j) sum += v[j];
                     sum = sum_of_head(sum, plan.lanes);
-                    if (norm.kind == OFFLOAD_NORM_LAYER) mean = sum / x.head_dim;
+                    if (norm.kind == OFFLOAD_NORM_LAYER) mean = sum * share;
                 }
                 float squares = 0.f;
 #pragma unroll
@@ -214,7 +229,7 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
                     const float d = v[j] - mean;
                     squares = fmaf(d, d, squares);
                 }
-                scale = __frsqrt_rn(sum_of_head(squares, plan.lanes) / x.head_dim + norm.eps);
+                scale = __frsqrt_rn(sum_of_head(squares, plan.lanes) * share + norm.eps);
                 if (is_normed) normalise(v, at, All{});
             }
             if (!is_value && x.interleaved) {
@@ -256,8 +271,9 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
     wait_for_copies(0);
 }
 
-// Launches it where its packs, its shared memory and its lanes allow; `fits` is false where they do
-// not, and nothing is launched.
+// Launches it with `stages` rows in the ring (or fewer, where shared memory holds no more; 0: as
+// many as are good) where its packs, its shared memory and its lanes allow; `fits` is false where
+// they do not, and nothing is launched.
 template <typename T>
 int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, const Device& device,
                        void* stream, bool* fits) {
@@ -288,17 +304,14 @@ int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, co
     }
     const int64_t heads = x.heads + 2 * static_cast<int64_t>(x.kv_heads);
     const int64_t row = width * sizeof(T), angles = x.rotary_dim / 2 * 4;
-    const int64_t fixed = heads * sizeof(HeadEntry<T>) + (x.bias ? row : 0);
+    const int64_t fixed = heads * sizeof(HeadEntry<T>) +
+                          (normed ? 2 * x.head_dim * sizeof(float) : 0) + (x.bias ? row : 0);
     const int64_t stage = row + 2 * angles, most = device.shared_per_block;
-    while (stages > 2 && stages * stage + fixed > most) --stages;
-    if (stages * stage + fixed > most) return 0;
+    if (2 * stage + fixed > most) return 0;
     *fits = true;
-    plan.stages = stages;
     plan.width = static_cast<int>(width);
     plan.row_bytes = static_cast<int>(row);
     plan.angle_bytes = static_cast<int>(angles);
-    const int shared = static_cast<int>(stages * stage + fixed);
-
     auto kernel = normed ? rotary_append_in_ring<T, true> : rotary_append_in_ring<T, false>;
     const auto failed = [](cudaError_t error) { return cuda_status("rotary_append", error); };
     if (int status = failed(cudaFuncSetAttribute(
@@ -308,14 +321,27 @@ int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, co
             failed(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared)))
         return status;
-    int resident = 0;
-    if (int status = failed(
-            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared)))
-        return status;
+    // Two blocks fill each other's pauses: that is worth the third row.
+    int resident = 0, depth = 2;
+    for (int more = stages ? stages : 3; more >= 2 && resident < 2; --more) {
+        const int64_t shared = more * stage + fixed;
+        if (shared > most) continue;
+        int blocks = 0;
+        if (int status = failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks, kernel, threads, static_cast<size_t>(shared))))
+            return status;
+        if (blocks > resident) {
+            resident = blocks;
+            depth = more;
+        }
+        if (stages) break;
+    }
+    plan.stages = depth;
     const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
     const int64_t room = static_cast<int64_t>(resident < 1 ? 1 : resident) * device.multiprocessors;
     return launch("rotary_append", kernel, dim3(static_cast<unsigned>(rows < room ? rows : room)),
-                  dim3(threads), shared, stream, x.launch_early, x, plan);
+                  dim3(threads), static_cast<size_t>(plan.stages * stage + fixed), stream,
+                  x.launch_early, x, plan);
 }
 
 }  // namespace offload
