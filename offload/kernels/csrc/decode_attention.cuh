@@ -326,10 +326,10 @@ struct Parts {
 // parts, each into the slot of its first.
 struct Cut {
     int32_t first, count, step;
-    int64_t begin;  // tile of the line
 
+    // The item begins at tile `begin` of the line.
     __device__ Cut(const Params& p, const Cursor& at, const Share& share, int64_t begin)
-        : first(share.owner(begin)), step(1), begin(begin) {
+        : first(share.owner(begin)), step(1) {
         count = share.owner(begin + at.tiles - 1) - first + 1;
         const int32_t heads = at.heads(p);
         const int64_t bytes = static_cast<int64_t>(count) * heads * p.padded_dim * 4;
@@ -505,7 +505,7 @@ __device__ __forceinline__ void combine_cuts(const Params& p, const Share& share
 //   columns(p)                 the most columns of a tile
 //   load(p, stage, cursor)     begin copying the cursor's tile (and its queries, if it is fresh)
 //   load_early(p, stage, cursor)  as much of that as does not come from the kernels ahead
-//   load_late(p, stage, cursor)   the rest
+//   load_late(p, stage, cursor)   the rest, now and past L1, which may have what was there before
 //   begin(p, cursor)           a new item: forget the sums
 //   tile(p, stage, cursor)     add a tile
 //   store(p, cursor)           the item was whole: normalise, write the output
@@ -524,21 +524,26 @@ __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
     const int lead = p.stages - 1;
     if (p.early) {
         Cursor early = at;
-        for (int stage = 0; stage < lead && early.left > 0; ++stage) {
-            math.load_early(p, stage, early);
-            early.advance(p, width);
+        for (int stage = 0; stage < lead; ++stage) {
+            if (early.left > 0) {
+                math.load_early(p, stage, early);
+                early.advance(p, width);
+            }
+            end_copies();
         }
         wait_for_previous_kernel();
-    }
-    for (int stage = 0; stage < lead; ++stage) {  // the early copies belong to the first group
-        if (ahead.left > 0) {
-            if (p.early)
-                math.load_late(p, stage, ahead);
-            else
-                math.load(p, stage, ahead);
+        for (int stage = 0; stage < lead && ahead.left > 0; ++stage) {
+            math.load_late(p, stage, ahead);
             ahead.advance(p, width);
         }
-        end_copies();
+    } else {
+        for (int stage = 0; stage < lead; ++stage) {
+            if (ahead.left > 0) {
+                math.load(p, stage, ahead);
+                ahead.advance(p, width);
+            }
+            end_copies();
+        }
     }
 
     int32_t begun = 0;  // the first tile of this item in this piece

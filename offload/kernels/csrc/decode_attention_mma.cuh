@@ -125,18 +125,31 @@ struct MmaMath {
     }
 
     __device__ void load_late(const Params& p, int stage, const Cursor& at) {
-        if (at.fresh) load_queries(p, at);
         const int last = at.see.columns - at.tile * kColumns - 1;
-        if (last < 0 || last >= kColumns) return;
-        const T* key = tile_of(p, p.key, at) + last * p.head_dim;
-        const T* value = tile_of(p, p.value, at) + last * p.head_dim;
-        for (int i = threadIdx.x; i < 2 * Shape::kChunks; i += threads) {
-            const int chunk = i / 2;
-            const bool real = chunk * 8 < p.head_dim;
-            copy_async_once((i % 2 ? values(stage) : keys(stage)) + Shape::place(last, chunk),
-                            real ? (i % 2 ? value : key) + chunk * 8 : p.key, real ? 16 : 0,
-                            policy);
+        const int chunk = threadIdx.x / 2;
+        const bool key = threadIdx.x % 2 == 0;
+        const bool mine = last >= 0 && last < kColumns && chunk < Shape::kChunks;
+        uint4 column = {0, 0, 0, 0};
+        if (mine && chunk * 8 < p.head_dim)
+            column = __ldcg(reinterpret_cast<const uint4*>(tile_of(p, key ? p.key : p.value, at) +
+                                                           last * p.head_dim + chunk * 8));
+        if (at.fresh) {
+            const T* from = queries_from(p, at);
+            const int heads = at.heads(p);
+            const uint32_t to = queries_of(p, at);
+#pragma unroll 4
+            for (int i = threadIdx.x; i < Shape::queries(threads / Shape::kTeam) * Shape::kChunks;
+                 i += threads) {
+                const int row = i / Shape::kChunks, part = i % Shape::kChunks;
+                uint4 x = {0, 0, 0, 0};
+                if (row < heads && part * 8 < p.head_dim)
+                    x = __ldcg(
+                        reinterpret_cast<const uint4*>(from + row * p.query_head + part * 8));
+                store_shared(to + Shape::place(row, part), x);
+            }
         }
+        if (mine)
+            store_shared((key ? keys(stage) : values(stage)) + Shape::place(last, chunk), column);
     }
 
     __device__ void copy_whole(uint32_t to, const T* from) const {
@@ -163,9 +176,12 @@ struct MmaMath {
         }
     }
 
+    __device__ const T* queries_from(const Params& p, const Cursor& at) const {
+        return static_cast<const T*>(p.query) + at.b * p.query_batch + at.head(p) * p.query_head;
+    }
+
     __device__ void load_queries(const Params& p, const Cursor& at) const {
-        const T* from =
-            static_cast<const T*>(p.query) + at.b * p.query_batch + at.head(p) * p.query_head;
+        const T* from = queries_from(p, at);
         const int heads = at.heads(p);
         const uint32_t to = queries_of(p, at);
         for (int i = threadIdx.x; i < Shape::queries(threads / Shape::kTeam) * Shape::kChunks;

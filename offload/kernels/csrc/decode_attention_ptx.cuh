@@ -55,6 +55,12 @@ __device__ __forceinline__ void wait_for_copies(int running) {
     }
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+}
+
 // Asks for the bytes there to be in L2 soon; what is written there meanwhile is seen all the same.
 __device__ __forceinline__ void expect_in_l2(const void* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)) : "memory");

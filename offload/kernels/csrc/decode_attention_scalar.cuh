@@ -82,16 +82,34 @@ struct ScalarMath {
     }
 
     __device__ void load(const Params& p, int stage, const Cursor& at) {
-        copy(p, stage, at, 0, rows_of(p, at));
+        copy(p, stage, at, rows_of(p, at));
     }
     __device__ void load_early(const Params& p, int stage, const Cursor& at) {
-        copy(p, stage, at, 0, rows_of(p, at) - has_last(p, at));
+        copy(p, stage, at, rows_of(p, at) - has_last(p, at));
     }
     __device__ void load_late(const Params& p, int stage, const Cursor& at) {
-        const int rows = rows_of(p, at);
-        copy(p, stage, at, rows - has_last(p, at), rows);
+        if (!has_last(p, at)) return;
+        const int row = rows_of(p, at) - 1;
+        const int64_t offset = offset_of(p, at) + row * p.head_dim;
+        const T* key = static_cast<const T*>(p.key) + offset;
+        const T* value = static_cast<const T*>(p.value) + offset;
+        T* to_key = reinterpret_cast<T*>(keys(stage) + row * shape.row);
+        T* to_value = reinterpret_cast<T*>(values(stage) + row * shape.row);
+        for (int i = threadIdx.x; i < p.padded_dim; i += kScalarThreads) {
+            const bool real = i < p.head_dim;
+            const T k = real ? __ldcg(key + i) : from_float<T>(0.f);
+            const T v = real ? __ldcg(value + i) : from_float<T>(0.f);
+            to_key[i] = k;
+            to_value[i] = v;
+        }
     }
 
+    // Of a tile in the caches.
+    __device__ int64_t offset_of(const Params& p, const Cursor& at) const {
+        return at.b * p.cache_batch + at.kv_head(p) * p.cache_head +
+               (static_cast<int64_t>(at.see.first) + static_cast<int64_t>(at.tile) * p.columns) *
+                   p.head_dim;
+    }
     __device__ int rows_of(const Params& p, const Cursor& at) const {
         return min(at.see.columns - at.tile * p.columns, p.columns);
     }
@@ -101,22 +119,18 @@ struct ScalarMath {
     }
 
     // Seen columns only: the others are never looked at.
-    __device__ void copy(const Params& p, int stage, const Cursor& at, int from, int to) {
-        const int64_t offset =
-            at.b * p.cache_batch + at.kv_head(p) * p.cache_head +
-            (static_cast<int64_t>(at.see.first) + static_cast<int64_t>(at.tile) * p.columns) *
-                p.head_dim;
-        copy_rows(p, keys(stage), static_cast<const T*>(p.key) + offset, from, to);
-        copy_rows(p, values(stage), static_cast<const T*>(p.value) + offset, from, to);
+    __device__ void copy(const Params& p, int stage, const Cursor& at, int rows) {
+        const int64_t offset = offset_of(p, at);
+        copy_rows(p, keys(stage), static_cast<const T*>(p.key) + offset, rows);
+        copy_rows(p, values(stage), static_cast<const T*>(p.value) + offset, rows);
     }
 
     // A row's padding becomes zeros.
-    __device__ void copy_rows(const Params& p, unsigned char* to, const T* from, int first,
-                              int end) const {
+    __device__ void copy_rows(const Params& p, unsigned char* to, const T* from, int rows) const {
         const int units = p.padded_dim * static_cast<int>(sizeof(T)) / p.unit;  // a row
         const int elements = p.unit / static_cast<int>(sizeof(T));              // a unit
         const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-        for (int i = first * units + threadIdx.x; i < end * units; i += kScalarThreads) {
+        for (int i = threadIdx.x; i < rows * units; i += kScalarThreads) {
             const int row = i / units, unit = i % units;
             const int place = row * shape.row + unit * p.unit;
             const bool real = unit * elements < p.head_dim;
