@@ -312,10 +312,27 @@ def _release(mapping: Mapping, pin: _Pin) -> None:
         regions.remove(region)
     if os.getpid() != pin.pid:
         return  # a forked child never had these pages (MADV_DONTFORK), nor the CUDA context
-    for address in pin.registered:
-        if pin.runtime is not None:
-            pin.runtime.unregister(address)
-    mapping.close()
+    _kept.append((mapping, pin))
+    _give_back()
+
+
+# Memory that CUDA has not let go of yet; asked for again whenever a buffer goes.
+_kept: list[tuple[Mapping, _Pin]] = []
+
+
+def _give_back() -> None:
+    for _ in range(len(_kept)):
+        try:
+            mapping, pin = _kept.pop(0)
+        except IndexError:  # another thread's
+            return
+        runtime = pin.runtime
+        if runtime is not None:
+            pin.registered = [a for a in pin.registered if not runtime.unregister(a)]
+        if pin.registered:
+            _kept.append((mapping, pin))
+        else:
+            mapping.close()
 
 
 def _touch(address: int, nbytes: int) -> None:

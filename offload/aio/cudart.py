@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 _PORTABLE = 1  # pinned for every context, whichever device copies from it
+_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 class Cudart:
@@ -38,12 +39,21 @@ class Cudart:
         if code == 0:
             return None
         self._lib.cudaGetLastError()  # or torch would report this error at its next call
+        # CUDA may report another call's failure here and have pinned the range all the same.
+        self.unregister(address)
         text = self._lib.cudaGetErrorString(code).decode()
         return f"cudaHostRegister of {nbytes} bytes: {text}"
 
-    def unregister(self, address: int) -> None:
-        if self._lib.cudaHostUnregister(address) != 0:
-            self._lib.cudaGetLastError()
+    def unregister(self, address: int) -> bool:
+        """Undo `register`; False where CUDA refuses (while a graph is captured) and the range is
+        still pinned: its memory must not be given back then, or CUDA would take whatever comes to
+        lie there for pinned.
+        """
+        code = self._lib.cudaHostUnregister(address)
+        if code == 0:
+            return True
+        self._lib.cudaGetLastError()
+        return code == _NOT_REGISTERED
 
 
 def cuda_state() -> tuple[Cudart | None, int | None, str]:

@@ -205,7 +205,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> floa
         calls[0]()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for call in calls:
                 call()
         times = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 
 import torch
@@ -21,11 +22,16 @@ class LaunchGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(_capture_stream(device)):
             # Other threads read files and copy meanwhile: only this thread's calls are restricted.
+            # What the collector would release now may need one of those that are.
+            collecting = gc.isenabled()
+            gc.disable()
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch()
             finally:
                 self._graph.capture_end()
+                if collecting:
+                    gc.enable()
 
     def replay(self) -> None:
         """Issue all of it on the current stream."""

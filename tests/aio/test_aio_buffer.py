@@ -275,8 +275,9 @@ def test_a_registration_that_is_refused_leaves_usable_memory(monkeypatch):
         def register(self, address: int, nbytes: int, device: int | None) -> str | None:
             return "cudaHostRegister of 4 bytes: out of memory" if nbytes > HUGE else None
 
-        def unregister(self, address: int) -> None:
+        def unregister(self, address: int) -> bool:
             undone.append(address)
+            return True
 
     undone: list[int] = []
     monkeypatch.setattr(buffers, "cuda_state", lambda: (Refusing(), 0, "a stand-in"))
@@ -293,6 +294,39 @@ def test_a_registration_that_is_refused_leaves_usable_memory(monkeypatch):
     del buffer
     gc.collect()
     assert undone == [address, address + 6 * MIB]
+
+
+def test_memory_that_stays_registered_is_not_given_back(monkeypatch):
+    """CUDA would take whatever comes to lie there next for pinned."""
+
+    class Capturing:
+        """The CUDA runtime while a graph is captured, which lets go of nothing."""
+
+        busy = True
+
+        def register(self, address: int, nbytes: int, device: int | None) -> str | None:
+            return None
+
+        def unregister(self, address: int) -> bool:
+            return not self.busy
+
+    def mapped(address: int) -> bool:
+        with open("/proc/self/maps") as maps:
+            spans = (line.split(maxsplit=1)[0].split("-") for line in maps)
+            return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+    runtime = Capturing()
+    monkeypatch.setattr(buffers, "cuda_state", lambda: (runtime, 0, "a stand-in"))
+    buffer = aio.alloc(HUGE, lock="cuda")
+    address = buffer.address
+    buffer.close()
+    del buffer
+    gc.collect()
+    assert mapped(address) and len(buffers._kept) == 1
+    runtime.busy = False
+    aio.alloc(HUGE, lock="cuda").close()
+    gc.collect()
+    assert buffers._kept == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -12,6 +12,7 @@ Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 i
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -73,6 +74,17 @@ def check(
     return line + (f"FAILED {'; '.join(wrong)}" if wrong else "ok"), not wrong
 
 
+def prepare(folder: Path, name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """The plain model's logits and (in float32) tokens, and the exact logits of the same weights,
+    which bfloat16 rounds.
+    """
+    rounded = comparison.plain_model(folder, dtype=dtype).double()
+    exact = exactness.logits(rounded, name, alone=name in exactness.NAN_IN_PADDING)
+    plain = comparison.plain_model(folder, device, dtype=dtype)
+    tokens = exactness.tokens(plain, name) if dtype == torch.float32 else {}
+    return (exactness.logits(plain, name), tokens), exact
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=exactness.FUSED, metavar="NAME")
@@ -86,30 +98,27 @@ def main() -> int:
         print(f"kernels: {kernels.why_not() or 'in use'}", flush=True)
     begin, failed, done = time.perf_counter(), [], 0
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
-        for name in options.names:
-            folder = variants.save(name, temporary)
-            for dtype in (getattr(torch, d) for d in options.dtypes.split(",")):
-                # As many answers of the plain model as there are dtypes; exact ones of the same
-                # weights, which bfloat16 rounds.
-                rounded = comparison.plain_model(folder, dtype=dtype).double()
-                exact = exactness.logits(rounded, name, alone=name in exactness.NAN_IN_PADDING)
-                plain_model = comparison.plain_model(folder, options.device, dtype=dtype)
-                asked = (
-                    exactness.logits(plain_model, name),
-                    exactness.tokens(plain_model, name) if dtype == torch.float32 else {},
-                )
-                for tier in options.tiers.split(","):
-                    start = time.perf_counter()
-                    case = (folder, name, tier, dtype, options.device, asked, exact)
-                    try:
-                        line, right = check(*case)
-                    except Exception as error:
-                        traceback.print_exc(limit=-4)
-                        line, right = f"FAILED {type(error).__name__}: {error}", False
-                    done += 1
-                    label = f"{name} {tier} {str(dtype).removeprefix('torch.')}"
-                    failed += [] if right else [label]
-                    print(f"{label:<36}{time.perf_counter() - start:5.1f} s  {line}", flush=True)
+        for name, kind in itertools.product(options.names, options.dtypes.split(",")):
+            try:
+                folder, dtype = variants.save(name, temporary), getattr(torch, kind)
+                asked, exact = prepare(folder, name, dtype, options.device)
+            except Exception as error:
+                traceback.print_exc(limit=-4)
+                print(f"{name} {kind}: FAILED before it began: {error}", flush=True)
+                failed.append(f"{name} {kind}")
+                done += 1
+                continue
+            for tier in options.tiers.split(","):
+                start = time.perf_counter()
+                try:
+                    line, right = check(folder, name, tier, dtype, options.device, asked, exact)
+                except Exception as error:
+                    traceback.print_exc(limit=-4)
+                    line, right = f"FAILED {type(error).__name__}: {error}", False
+                done += 1
+                label = f"{name} {tier} {kind}"
+                failed += [] if right else [label]
+                print(f"{label:<36}{time.perf_counter() - start:5.1f} s  {line}", flush=True)
     where = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
     print(
         f"{done - len(failed)} of {done} right on {where} in {time.perf_counter() - begin:.0f} s, "

@@ -167,7 +167,7 @@ def _replay(
             function(i)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(passes):
             for i in range(copies):
                 function(i)
