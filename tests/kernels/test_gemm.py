@@ -245,7 +245,7 @@ def test_the_library_refuses_what_it_cannot_do() -> None:
 
 def test_the_host_library_refuses_a_workspace_that_is_too_small() -> None:
     a = make("host", dtype=torch.bfloat16, rows=2, depth=1024, outputs=64)
-    call = SkinnyGemm(**a, splits=4, variant=5)  # the first that cuts the depth
+    call = SkinnyGemm(**a, splits=4, variant=6)  # the first that cuts the depth
     library = gemm_machine.host_library()
     assert library.offload_skinny_gemm(call.arguments, None) == -1
     assert b"bytes of workspace" in library.offload_last_error()

@@ -536,26 +536,24 @@ struct Variant {
     bool bulk;
 };
 
-// Shared memory of a block is below 113 KB where two blocks are to live on an SM.
+// Staged blocks have an SM for themselves; two of the others fit where they stay below 113 KB.
 constexpr Variant kVariants[] = {
-    {Way::kStaged, 64, 16, 256, 5, false},   // 97 to 113 KB
-    {Way::kStaged, 32, 16, 512, 5, false},   // 107 to 135 KB
-    {Way::kStaged, 64, 16, 512, 4, false},   // 151 to 173 KB: alone on its SM, as that below
-    {Way::kStaged, 128, 16, 256, 5, false},  // 175 to 189 KB
-    {Way::kMma, 16, 8, 256, 3, true},        // 104 KB
-    {Way::kMma, 16, 4, 512, 3, true},        // 101 KB
-    {Way::kMma, 16, 4, 256, 5, true},        // 87 KB
-    {Way::kMma, 16, 4, 1024, 3, true},       // 200 KB: alone on its SM
-    {Way::kMma, 32, 4, 256, 3, true},        // 104 KB
-    {Way::kMma, 32, 4, 512, 3, true},        // 203 KB: alone on its SM
-    {Way::kMma, 16, 8, 256, 3, false},       // the same by cp.async
-    {Way::kMma, 16, 4, 512, 3, false},      {Way::kMma, 32, 4, 256, 3, false},
-    {Way::kFma, 16, 4, 512, 3, true},                                          // 101 KB
-    {Way::kFma, 8, 8, 512, 3, true},                                           // 101 KB
-    {Way::kFma, 8, 4, 1024, 3, true},                                          // 100 KB
-    {Way::kFma, 16, 4, 512, 3, false},      {Way::kFma, 8, 4, 512, 6, false},  // 101 KB
-    {Way::kFma, 4, 4, 512, 12, true},  // 101 KB: float32 with more than 8 rows
-    {Way::kFma, 4, 4, 512, 8, false},  // 68 KB
+    {Way::kStaged, 64, 16, 512, 4, false},
+    {Way::kStaged, 128, 16, 256, 5, false},
+    {Way::kStaged, 128, 16, 512, 3, false},
+    {Way::kStaged, 64, 16, 512, 6, false},
+    {Way::kStaged, 32, 16, 1024, 5, false},
+    {Way::kMma, 16, 8, 256, 3, true},  // 104 KB
+    {Way::kMma, 32, 4, 512, 3, true},
+    {Way::kMma, 16, 8, 256, 3, false},  // by cp.async, as those below
+    {Way::kMma, 32, 4, 256, 3, false},
+    {Way::kFma, 16, 4, 512, 3, true},  // 101 KB, as the next two
+    {Way::kFma, 8, 8, 512, 3, true},
+    {Way::kFma, 8, 4, 1024, 3, true},
+    {Way::kFma, 16, 4, 512, 3, false},
+    {Way::kFma, 8, 4, 512, 6, false},
+    {Way::kFma, 4, 4, 512, 12, true},  // float32 with more than 8 rows
+    {Way::kFma, 4, 4, 512, 8, false},
 };
 constexpr int kVariantCount = static_cast<int>(sizeof kVariants / sizeof *kVariants);
 
@@ -593,16 +591,17 @@ template <typename T>
 Choice half_kernel(const Variant& v, int rows, int base) {
     if (v.way == Way::kStaged) {
         if (v.tile == 32)
-            return rows <= 8 ? staged<T, 1, 32, 512, 5>(base + 10)
-                             : staged<T, 2, 32, 512, 5>(base + 11);
-        if (v.tile == 128)
-            return rows <= 8 ? staged<T, 1, 128, 256, 5>(base + 12)
-                             : staged<T, 2, 128, 256, 5>(base + 13);
-        if (v.chunk_bytes == 512)
-            return rows <= 8 ? staged<T, 1, 64, 512, 4>(base + 14)
-                             : staged<T, 2, 64, 512, 4>(base + 15);
-        return rows <= 8 ? staged<T, 1, 64, 256, 5>(base + 16)
-                         : staged<T, 2, 64, 256, 5>(base + 17);
+            return rows <= 8 ? staged<T, 1, 32, 1024, 5>(base + 10)
+                             : staged<T, 2, 32, 1024, 5>(base + 11);
+        if (v.tile == 64 && v.stages == 4)
+            return rows <= 8 ? staged<T, 1, 64, 512, 4>(base + 12)
+                             : staged<T, 2, 64, 512, 4>(base + 13);
+        if (v.tile == 64) return rows <= 8 ? staged<T, 1, 64, 512, 6>(base + 14) : Choice();
+        if (v.chunk_bytes == 256)
+            return rows <= 8 ? staged<T, 1, 128, 256, 5>(base + 15)
+                             : staged<T, 2, 128, 256, 5>(base + 16);
+        return rows <= 8 ? staged<T, 1, 128, 512, 3>(base + 17)
+                         : staged<T, 2, 128, 512, 3>(base + 18);
     }
     if (v.way == Way::kMma) {
         if (v.tile == 16)
@@ -723,12 +722,12 @@ bool input_is_wide(const OffloadSkinnyGemm& a) {
 // Where nothing was measured. Many rows want many weight rows a warp: the activations come from L2
 // once for each of these.
 int default_variant(const OffloadSkinnyGemm& a, const Device& device) {
-    static constexpr int bulk_few[] = {0, 4, 5, 10, 13, 16, 15, 17, 18, 19},
-                         bulk_many[] = {0, 8, 4, 12, 15, 17, 18, 19};
+    static constexpr int few_rows[] = {0, 9, 5, 7, 10, 11, 12, 13, 8, 14, 15},
+                         many_rows[] = {0, 6, 8, 5, 7, 14, 15};
     const bool many = a.rows > 8;
-    const int* order = many ? bulk_many : bulk_few;
-    const int count = many ? static_cast<int>(sizeof bulk_many / sizeof *bulk_many)
-                           : static_cast<int>(sizeof bulk_few / sizeof *bulk_few);
+    const int* order = many ? many_rows : few_rows;
+    const int count = many ? static_cast<int>(sizeof many_rows / sizeof *many_rows)
+                           : static_cast<int>(sizeof few_rows / sizeof *few_rows);
     // A staged block cuts no depth, so it wants rows for every SM.
     const bool few_outputs = a.outputs < 8ll * device.multiprocessors;
     for (int i = 0; i < count; ++i) {

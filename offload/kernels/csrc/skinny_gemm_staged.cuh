@@ -81,7 +81,7 @@ __device__ __noinline__ void normalize_rows(const OffloadSkinnyGemm& a, const Pl
 }
 
 template <typename T, int kColumns, int kTile, int kChunkBytes, int kStages>
-__global__ void __launch_bounds__(kStagedThreads, 2)
+__global__ void __launch_bounds__(kStagedThreads, 1)
     staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
                        float*) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
             wanted |= static_cast<uint32_t>(there) << n;
         }
     };
-    auto fetch_weights = [&](int slot) {
-        const uint32_t to = copy_to + slot * stage_bytes;
+    auto fetch_weights = [&](int stage_at) {
+        const uint32_t to = copy_to + stage_at;
         const int skip = ahead.chunk * kChunkBytes;
         if (skip + kChunkBytes <= depth_bytes) {
 #pragma unroll
@@ -147,9 +147,9 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
             static_cast<const unsigned char*>(a.input) +
             (copy_row + n * Shape::kRowsAtOnce) * a.input_stride * static_cast<int64_t>(sizeof(T)) +
             copy_piece * 16;
-    auto fetch_inputs = [&](int slot, int chunk) {
+    auto fetch_inputs = [&](int stage_at, int chunk) {
         if (p.norm_in_block) return;
-        const uint32_t to = copy_to + slot * stage_bytes + Shape::kWeightBytes;
+        const uint32_t to = copy_to + stage_at + Shape::kWeightBytes;
         const int skip = chunk * kChunkBytes;
         const bool there = skip + copy_piece * 16 < depth_bytes;
 #pragma unroll
@@ -167,53 +167,62 @@ __global__ void __launch_bounds__(kStagedThreads, 2)
     // Only the weights are sure to be there before the kernel ahead has ended.
     int begun = 0;
     for (; begun + 1 < kStages && ahead.more(); ++begun) {
-        fetch_weights(begun);
+        fetch_weights(begun * stage_bytes);
         advance();
     }
     wait_for_previous_kernel();
     if (p.norm_in_block) normalize_rows<T>(a, p, shared);
     for (int s = 0; s + 1 < kStages; ++s) {
-        if (s < begun) fetch_inputs(s, s % chunks);
+        if (s < begun) fetch_inputs(s * stage_bytes, s % chunks);
         commit_copies();
     }
 
     const int group = warp % Shape::kGroups, part = warp / Shape::kGroups;
     const int row = lane / 4, swap = (row & 1) << 2;
+    // Everything that a step's addresses have in common with those of other chunks.
+    const unsigned char* const weights = shared + p.ring_at + (group * 16 + row) * kChunkBytes;
+    const unsigned char* inputs[kColumns];
+    int place[Shape::kOwnSteps], input_place[Shape::kOwnSteps];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+        inputs[c] = p.norm_in_block
+                        ? shared + p.input_at + min(c * 8 + row, a.rows - 1) * p.input_pitch
+                        : shared + p.ring_at + Shape::kWeightBytes + (c * 8 + row) * kChunkBytes;
+#pragma unroll
+    for (int own = 0; own < Shape::kOwnSteps; ++own) {
+        const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
+        place[own] = (piece ^ swap) * 16;
+        input_place[own] = p.norm_in_block ? piece * 16 : place[own];
+    }
     float sums[2][kColumns][4] = {};
-    for (int slot = 0; at.more(); at.advance(chunks)) {
+    // The stage that was used last is the next to be filled.
+    int stage_at = 0, free_at = (kStages - 1) * stage_bytes;
+    for (; at.more(); at.advance(chunks)) {
         wait_for_copies(kStages - 2);
         __syncthreads();  // the stage is here for all, and all are done with the one before
         if (ahead.more()) {
-            const int to = slot == 0 ? kStages - 1 : slot - 1;
-            fetch_weights(to);
-            fetch_inputs(to, ahead.chunk);
+            fetch_weights(free_at);
+            fetch_inputs(free_at, ahead.chunk);
             advance();
         }
         commit_copies();
 
-        const unsigned char* stage = shared + p.ring_at + slot * stage_bytes;
-        const unsigned char* weights = stage + (group * 16 + row) * kChunkBytes;
-        slot = slot + 1 == kStages ? 0 : slot + 1;
+        const int input_at = p.norm_in_block ? at.chunk * kChunkBytes : stage_at;
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
-            const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
-            const int place = (piece ^ swap) * 16;
-            const uint4 low = *reinterpret_cast<const uint4*>(weights + place);
-            const uint4 high = *reinterpret_cast<const uint4*>(weights + 8 * kChunkBytes + place);
+            const unsigned char* from = weights + stage_at + place[own];
+            const uint4 low = *reinterpret_cast<const uint4*>(from);
+            const uint4 high = *reinterpret_cast<const uint4*>(from + 8 * kChunkBytes);
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
-                const int input = min(c * 8 + row, a.rows - 1);
                 const uint4 x =
-                    p.norm_in_block
-                        ? *reinterpret_cast<const uint4*>(shared + p.input_at +
-                                                          input * p.input_pitch +
-                                                          (at.chunk * Shape::kPieces + piece) * 16)
-                        : *reinterpret_cast<const uint4*>(stage + Shape::kWeightBytes +
-                                                          (c * 8 + row) * kChunkBytes + place);
+                    *reinterpret_cast<const uint4*>(inputs[c] + input_at + input_place[own]);
                 multiply_tile(sums[0][c], low.x, high.x, low.y, high.y, x.x, x.y, T());
                 multiply_tile(sums[1][c], low.z, high.z, low.w, high.w, x.z, x.w, T());
             }
         }
+        free_at = stage_at;
+        stage_at = stage_at + stage_bytes == kStages * stage_bytes ? 0 : stage_at + stage_bytes;
         if (at.chunk + 1 < chunks) continue;
 
         float v[kColumns][4];
