@@ -219,9 +219,13 @@ int launch_rows(const OffloadResidualNorm& a, const Device& device, void* stream
     // thread, and fewer threads that wait for each other.
     const bool few = a.rows < 2 * device.multiprocessors;
     const int stages = a.packs_per_thread / 10;
-    const bool ring = a.packs_per_thread ? stages > 0 : a.rows >= 8 * device.multiprocessors;
+    // Measured on an H200: a ring of rows pays where a row is read alone, or is very wide.
+    const bool sums = a.branch[0] ? a.residual || a.branch[1] : false;
+    const bool ring = a.packs_per_thread
+                          ? stages > 0
+                          : a.rows >= 8 * device.multiprocessors && (!sums || packs > 1024);
     int per_thread = a.packs_per_thread % 10;
-    if (!per_thread) per_thread = few ? 1 : ring || packs <= 64 ? 2 : 4;
+    if (!per_thread) per_thread = few ? 1 : 4;
     while (per_thread < 4 && packs > per_thread * kMostThreads) per_thread *= 2;
     const int warps = (packs + 32 * per_thread - 1) / (32 * per_thread);
     if (warps > kMostWarps) return launch_passes<T, N>(a, stream);

@@ -300,10 +300,13 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
     return by_dtype("rotary_append", x.dtype, [&](auto element) {
         using T = decltype(element);
         constexpr int N = 16 / sizeof(T);
-        // A ring of rows pays where a block has several.
+        // A ring of rows pays where a block has several; not for heads that are normalised, nor for
+        // float32 (measured on an H200).
         const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
-        const int threads = x.variant ? x.variant / 10 * 256 : 256;
-        if (x.variant ? x.variant != 1 : rows >= 8 * device.multiprocessors) {
+        const bool ring = rows >= 8 * device.multiprocessors && sizeof(T) == 2 && !x.q_norm.kind &&
+                          !x.k_norm.kind;
+        const int threads = x.variant ? x.variant / 10 * 256 : 512;
+        if (x.variant ? x.variant != 1 : ring) {
             bool ring_fits;
             const int status =
                 launch_append_ring<T>(x, threads, x.variant % 10, device, stream, &ring_fits);
