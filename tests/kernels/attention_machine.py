@@ -17,15 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from machines import CSRC, HERE, _cuda_headers
+from machines import CSRC, HERE, ON_HOST, SHARED, cuda_headers, guarded_workspace
 
 from offload.kernels import structs
 from offload.kernels.attention import COUNTERS, DecodeAttention
 from offload.kernels.call import current_stream
 from offload.kernels.workspace import Workspace
 
-SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
-ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
 H200, ADA = 232448, 101376  # bytes of shared memory that a block may have
 # Multiprocessors, shared memory, whether blocks run last to first, whether copies come late.
 HOSTS = itertools.cycle([(4, H200, 0, 1), (1, ADA, 1, 0), (23, H200, 1, 1), (7, ADA, 0, 0)])
@@ -81,15 +79,9 @@ def _run_on_host(call: DecodeAttention) -> DecodeAttention:
     library.host_settings(*next(HOSTS))
     nbytes = library.offload_decode_attention_workspace(ctypes.byref(a))
     assert nbytes >= 0, library.offload_last_error()
-    # A guard behind each; torch's memory begins at a multiple of 64.
-    partials = torch.full((nbytes // 4 + 64,), math.nan)
-    counters = torch.zeros(COUNTERS + 16, dtype=torch.int32)
-    a.workspace, a.workspace_bytes = partials.data_ptr(), nbytes
-    a.counters = counters.data_ptr()
-    status = library.offload_decode_attention(ctypes.byref(a), None)
-    assert status == 0, library.offload_last_error()
-    assert not counters.any(), "counters were left behind"
-    assert torch.isnan(partials[nbytes // 4 :]).all(), "written behind the workspace"
+    with guarded_workspace(a, nbytes, COUNTERS):
+        status = library.offload_decode_attention(ctypes.byref(a), None)
+        assert status == 0, library.offload_last_error()
     return call
 
 
@@ -97,7 +89,7 @@ def _run_on_host(call: DecodeAttention) -> DecodeAttention:
 def host_library() -> ctypes.CDLL:
     """decode_attention.cu compiled for this processor, with stand-ins for what only a GPU has."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = _cuda_headers()
+    headers = cuda_headers()
     if compiler is None or headers is None:
         pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
     folder = Path(tempfile.mkdtemp(prefix="offload-host-attention-"))

@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from machines import CSRC, HERE, _cuda_headers
+from machines import CSRC, HERE, ON_HOST, SHARED, cuda_headers, guarded_workspace
 
 from offload.kernels import structs
 from offload.kernels.call import current_stream
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.workspace import Workspace
-
-SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
-ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
 
 
 def run(call_arguments: dict[str, Any], machine: str, turn: int = 0) -> SkinnyGemm:
@@ -53,17 +50,11 @@ def _run_on_host(call: SkinnyGemm, turn: int) -> SkinnyGemm:
     nbytes = library.offload_skinny_gemm_workspace(ctypes.byref(a))
     count = library.offload_skinny_gemm_counters(ctypes.byref(a))
     assert nbytes >= 0 and count >= 0, library.offload_last_error()
-    # A guard behind each; torch's memory begins at a multiple of 64.
-    partials = torch.full((nbytes // 4 + 64,), math.nan)
-    counters = torch.zeros(count + 16, dtype=torch.int32)
-    a.workspace, a.workspace_bytes = partials.data_ptr(), nbytes
-    a.counters = counters.data_ptr()
     os.environ["HOST_COPIES"] = "soon" if turn % 2 else "late"
     os.environ["HOST_BLOCKS"] = "backwards" if turn % 2 else "forwards"
-    status = library.offload_skinny_gemm(ctypes.byref(a), None)
-    assert status == 0, library.offload_last_error()
-    assert not counters.any(), "counters were left behind"
-    assert torch.isnan(partials[nbytes // 4 :]).all(), "written behind the workspace"
+    with guarded_workspace(a, nbytes, count):
+        status = library.offload_skinny_gemm(ctypes.byref(a), None)
+        assert status == 0, library.offload_last_error()
     return call
 
 
@@ -71,7 +62,7 @@ def _run_on_host(call: SkinnyGemm, turn: int) -> SkinnyGemm:
 def host_library() -> ctypes.CDLL:
     """skinny_gemm.cu compiled for this processor, with stand-ins for what only a GPU has."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = _cuda_headers()
+    headers = cuda_headers()
     if compiler is None or headers is None:
         pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
     folder = Path(tempfile.mkdtemp(prefix="offload-host-gemm-"))

@@ -5,13 +5,10 @@
 // A copy into shared memory is done either when it is asked for, which shows a stage that is filled
 // while it is read, or when it is waited for, which shows one that is read before it is full.
 #pragma once
-#include <stdio.h>
-#include <stdlib.h>
-
 #include <algorithm>
 #include <deque>
 
-#include "host_cuda.hpp"
+#include "host_shared.hpp"
 
 #undef __grid_constant__
 #define __grid_constant__
@@ -35,35 +32,24 @@ struct Copy {
 };
 
 constexpr int kSharedOfMultiprocessor = 233472, kReserved = 1024, kStatic = 512;
-inline unsigned char* shared_memory = static_cast<unsigned char*>(aligned_alloc(1024, 256 << 10));
-inline uint32_t shared_bytes = 0;
-inline long long launches = 0, block_seen = -1;
 inline int multiprocessors = 4, shared_of_block = 232448;
 inline bool copies_are_late = false;
 inline std::vector<Late> late;
 inline std::vector<bool> under_way(256 << 10);      // by the byte at which a copy begins
 inline std::deque<std::vector<Copy>> copies[1024];  // of a thread; the last group is open
 
-inline void require(bool holds, const char* what) {
-    if (holds) return;
-    fprintf(stderr, "on the host: %s (block %u, thread %d)\n", what, blockIdx.x, current);
-    abort();
-}
-
-inline unsigned char* dynamic_shared() {
-    const long long block = launches << 32 | blockIdx.x;
-    if (block != block_seen) {
-        block_seen = block;
-        memset(shared_memory, 0xff, 256 << 10);  // NaN in every dtype
+// What is there before a block begins.
+inline const bool blocks_begin_clean = [] {
+    at_block = [] {
         for (const Late& x : late) memset(x.to, 0xff, x.bytes);
         for (auto& groups : copies) {
             for (const auto& group : groups) require(group.empty(), "copies that nobody awaited");
             groups.clear();
         }
         under_way.assign(256 << 10, false);
-    }
-    return shared_memory;
-}
+    };
+    return true;
+}();
 
 // All threads do first what a block may do before it waits.
 inline void previous_kernel_ends() {

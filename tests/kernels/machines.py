@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -71,7 +74,7 @@ def host_library() -> ctypes.CDLL:
 def _compiled() -> tuple[ctypes.CDLL | Literal["failed"] | None, str]:
     """The library; what the compiler said where it failed; None where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = _cuda_headers()
+    headers = cuda_headers()
     if compiler is None or headers is None:
         return None, ""
     with tempfile.TemporaryDirectory(prefix="offload-host-kernels-") as name:
@@ -109,8 +112,22 @@ def _compiled() -> tuple[ctypes.CDLL | Literal["failed"] | None, str]:
     return library, ""
 
 
-def _cuda_headers() -> Path | None:
+def cuda_headers() -> Path | None:
+    """Where CUDA's headers are, if anywhere."""
     nvcc = shutil.which("nvcc")
     roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", nvcc and str(Path(nvcc).parents[1])]
     folders = [Path(root) / "include" for root in roots if root]
     return next((folder for folder in folders if (folder / "cuda_fp16.h").exists()), None)
+
+
+@contextlib.contextmanager
+def guarded_workspace(arguments: Any, nbytes: int, counters: int) -> Iterator[None]:
+    """Gives a call on the host a workspace, and looks what the call left in it and behind it."""
+    # torch's memory begins at a multiple of 64.
+    partials = torch.full((nbytes // 4 + 64,), math.nan)
+    count = torch.zeros(counters + 16, dtype=torch.int32)
+    arguments.workspace, arguments.workspace_bytes = partials.data_ptr(), nbytes
+    arguments.counters = count.data_ptr()
+    yield
+    assert not count.any(), "counters were left behind"
+    assert torch.isnan(partials[nbytes // 4 :]).all(), "written behind the workspace"
