@@ -192,4 +192,45 @@ inline bool known_norm(const OffloadNorm& norm) {
            norm.kind == OFFLOAD_NORM_RMS;
 }
 
+// How a kernel of blocks that stay, with a ring of rows on their way, is launched.
+struct RingFit {
+    int rows;    // in the ring
+    int blocks;  // on a multiprocessor
+};
+
+// The fit of a ring with `wanted` rows of `stage` bytes (0: as many as are good) beside `fixed`
+// ones, of `most` bytes in all, which hold two rows at least.
+template <typename... Parameters>
+int fit_ring(const char* what, void (*kernel)(Parameters...), int threads, int64_t stage,
+             int64_t fixed, int most, int wanted, RingFit* fit) {
+    const auto failed = [&](cudaError_t error) { return cuda_status(what, error); };
+    if (int status =
+            failed(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)))
+        return status;
+    if (int status =
+            failed(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared)))
+        return status;
+    // Two blocks fill each other's pauses: that is worth the third row.
+    *fit = {2, 0};
+    for (int rows = wanted ? wanted : 3; rows >= 2 && fit->blocks < 2; --rows) {
+        const int64_t shared = rows * stage + fixed;
+        if (shared > most) continue;
+        int blocks = 0;
+        if (int status = failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks, kernel, threads, static_cast<size_t>(shared))))
+            return status;
+        if (blocks > fit->blocks) *fit = {rows, blocks};
+        if (wanted) break;
+    }
+    if (fit->blocks < 1) fit->blocks = 1;
+    return 0;
+}
+
+// Blocks for `work` pieces, where each takes several.
+inline dim3 blocks_that_stay(int64_t work, const RingFit& fit, const Device& device) {
+    const int64_t room = static_cast<int64_t>(fit.blocks) * device.multiprocessors;
+    return dim3(static_cast<unsigned>(work < room ? work : room));
+}
+
 }  // namespace offload

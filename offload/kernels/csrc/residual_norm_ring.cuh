@@ -144,34 +144,12 @@ int launch_ring(const OffloadResidualNorm& a, int warps, int stages, const Devic
     const int most = device.shared_per_block - 1024;  // less the sums
     *fits = 2 * stage + fixed <= most;
     if (!*fits) return 0;
-    const auto failed = [](cudaError_t error) { return cuda_status("residual_norm", error); };
-    if (int status =
-            failed(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)))
+    RingFit fit;
+    if (int status = fit_ring("residual_norm", kernel, threads, stage, fixed, most, stages, &fit))
         return status;
-    if (int status =
-            failed(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared)))
-        return status;
-    // Two blocks fill each other's pauses: that is worth the third row.
-    int resident = 0, depth = 2;
-    for (int more = stages ? stages : 3; more >= 2 && resident < 2; --more) {
-        const int shared = more * stage + fixed;
-        if (shared > most) continue;
-        int blocks = 0;
-        if (int status = failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                &blocks, kernel, threads, static_cast<size_t>(shared))))
-            return status;
-        if (blocks > resident) {
-            resident = blocks;
-            depth = more;
-        }
-        if (stages) break;
-    }
     const int64_t blocks = (a.rows + rows_per_block - 1) / rows_per_block;
-    const int64_t room = static_cast<int64_t>(resident < 1 ? 1 : resident) * device.multiprocessors;
-    return launch("residual_norm", kernel,
-                  dim3(static_cast<unsigned>(blocks < room ? blocks : room)), dim3(threads),
-                  depth * stage + fixed, stream, a.launch_early, a, warps, depth);
+    return launch("residual_norm", kernel, blocks_that_stay(blocks, fit, device), dim3(threads),
+                  fit.rows * stage + fixed, stream, a.launch_early, a, warps, fit.rows);
 }
 
 }  // namespace offload

@@ -313,35 +313,15 @@ int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, co
     plan.row_bytes = static_cast<int>(row);
     plan.angle_bytes = static_cast<int>(angles);
     auto kernel = normed ? rotary_append_in_ring<T, true> : rotary_append_in_ring<T, false>;
-    const auto failed = [](cudaError_t error) { return cuda_status("rotary_append", error); };
-    if (int status = failed(cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block)))
+    RingFit fit;
+    if (int status = fit_ring("rotary_append", kernel, threads, stage, fixed,
+                              device.shared_per_block, stages, &fit))
         return status;
-    if (int status =
-            failed(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared)))
-        return status;
-    // Two blocks fill each other's pauses: that is worth the third row.
-    int resident = 0, depth = 2;
-    for (int more = stages ? stages : 3; more >= 2 && resident < 2; --more) {
-        const int64_t shared = more * stage + fixed;
-        if (shared > most) continue;
-        int blocks = 0;
-        if (int status = failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                &blocks, kernel, threads, static_cast<size_t>(shared))))
-            return status;
-        if (blocks > resident) {
-            resident = blocks;
-            depth = more;
-        }
-        if (stages) break;
-    }
-    plan.stages = depth;
+    plan.stages = fit.rows;
     const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
-    const int64_t room = static_cast<int64_t>(resident < 1 ? 1 : resident) * device.multiprocessors;
-    return launch("rotary_append", kernel, dim3(static_cast<unsigned>(rows < room ? rows : room)),
-                  dim3(threads), static_cast<size_t>(plan.stages * stage + fixed), stream,
-                  x.launch_early, x, plan);
+    return launch("rotary_append", kernel, blocks_that_stay(rows, fit, device), dim3(threads),
+                  static_cast<size_t>(plan.stages * stage + fixed), stream, x.launch_early, x,
+                  plan);
 }
 
 }  // namespace offload

@@ -1,9 +1,11 @@
 // SBI-GeMM: a few rows of activations times a whole weight, limited by the rate of reading it.
 //
-// Every warp works alone. It owns 8 to 32 rows of the weight at a time and walks along the depth;
-// its own ring of stages in shared memory is filled by background copies of 256 to 1024 contiguous
-// bytes a row, so that about 100 KB of an SM are under way (Little: 4.4 TB/s need some 30 KB). The
-// activations come through L1, a block ahead, into registers. No warp waits for another.
+// With outputs enough for every SM and 16-bit elements, the warps of a block work together:
+// skinny_gemm_staged.cuh. What follows here is the form for all others, in which every warp works
+// alone. It owns 8 to 32 rows of the weight at a time and walks along the depth; its own ring of
+// stages in shared memory is filled by background copies of 256 to 1024 contiguous bytes a row, so
+// that about 100 KB of an SM are under way (Little: 4.4 TB/s need some 30 KB). The activations come
+// through L1, a block ahead, into registers. No warp waits for another.
 //
 // Blocks stay, one an SM, and share the work evenly: the depth of each tile is cut into `splits`
 // parts, block b takes parts [b * parts / blocks, (b + 1) * parts / blocks). A tile that several
