@@ -17,6 +17,7 @@ COPY_BYTES = 256 << 20
 DISK_BYTES = 4 << 30  # read at most
 BLOCK = 8 << 20
 READERS = 16
+TIMED_SECONDS = 0.08  # of products between two events, so that the events do not count
 
 
 def copy_rates(device: torch.device, nbytes: int = COPY_BYTES, repeats: int = 10) -> list[float]:
@@ -42,12 +43,6 @@ def copy_rates(device: torch.device, nbytes: int = COPY_BYTES, repeats: int = 10
     return [nbytes / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(events[1:])]
 
 
-def hbm_rate(device: torch.device, nbytes: int = 2 << 30, repeats: int = 9) -> float:
-    """Bytes per second at which the device reads its own memory: a sum over `nbytes`."""
-    source = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
-    return nbytes / statistics.median(_seconds(lambda: source.sum(), device, repeats))
-
-
 def product_rate(
     shapes: Sequence[tuple[int, int]],
     rows: int,
@@ -63,14 +58,16 @@ def product_rate(
     inputs = {n: torch.randn(rows, n, device=device, dtype=dtype) for _, n in shapes}
     outputs = {n: torch.empty(rows, n, device=device, dtype=dtype) for n, _ in shapes}
 
-    def layer() -> None:
-        for weight in weights:
+    def layers(count: int) -> None:
+        for weight in weights * count:
             torch.mm(inputs[weight.shape[1]], weight.T, out=outputs[weight.shape[0]])
 
-    once = _seconds(layer, device, 3)[-1]
-    times = _seconds(layer, device, max(3, int(seconds / once)))
+    once = _seconds(lambda: layers(1), device, 3)[-1]
+    batch = max(1, round(TIMED_SECONDS / once))
+    repeats = max(3, int(seconds / once / batch))
+    times = _seconds(lambda: layers(batch), device, repeats)
     flop = 2 * rows * sum(n * k for n, k in shapes)
-    return flop / statistics.median(times[len(times) // 2 :])
+    return flop * batch / statistics.median(times[len(times) // 2 :])
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from offload.bench.bounds import copy_rates, hbm_rate, product_rate, read_rate
+from offload.bench.bounds import copy_rates, product_rate, read_rate
 from offload.bench.files import weight_files
+from offload.bench.kernels.case import hbm_rates
 from offload.bench.memory import gpu_limit, gpu_peaks, host_peak, reset_peaks
 from offload.bench.peers import PEERS, Peer
 from offload.bench.result import Peaks, Result, Row, machine
@@ -105,7 +106,7 @@ def _device_bounds(result: Result, device: torch.device) -> list[str]:
         )
     still = [row for row in result.rows if not row.streamed_bytes and row.step_seconds]
     if still:
-        hbm = hbm_rate(device)
+        hbm, _ = hbm_rates(device, 2 << 30)
         notes.append(
             f"HBM reads {hbm / 1e12:.2f} TB/s; the weights of the layers over a step's time: "
             + ", ".join(

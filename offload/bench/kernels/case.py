@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from offload.bench.bounds import product_rate
+
 # More than any L2, so that a copy's bytes have left it when its turn comes again.
 ROTATION = 1_250_000_000
 MOST_COPIES = 512
@@ -82,14 +84,12 @@ class Rates:
     def measure(cls, device: torch.device, matrix_seconds: float = 5.0) -> Rates:
         """Measure them; `matrix_seconds` of products, since boost clocks do not last."""
         on_gpu = device.type == "cuda"
-        read, copied = _hbm_rates(device, (2 << 30) if on_gpu else (64 << 20))
-        size = 8192 if on_gpu else 256
-        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-        out = torch.empty_like(a)
-        return cls(read, copied, 2 * size**3 / _sustained(a, b, out, matrix_seconds))
+        read, copied = hbm_rates(device, (2 << 30) if on_gpu else (64 << 20))
+        size, long = (8192, matrix_seconds) if on_gpu else (256, 0.0)
+        return cls(read, copied, product_rate([(size, size)], size, torch.bfloat16, device, long))
 
 
-def _hbm_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
+def hbm_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
     """Bytes per second read by a sum over `nbytes`, and read + written by the best copy of half."""
     data = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
     source, target = data.chunk(2)
@@ -100,23 +100,6 @@ def _hbm_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
     ]
     read, *copied = seconds(ways, device)
     return nbytes / read, nbytes / min(copied)
-
-
-def _sustained(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, wanted: float) -> float:
-    """Seconds of one product at the clocks that the second half of `wanted` seconds runs at."""
-    if a.device.type != "cuda":
-        return seconds([lambda i: torch.mm(a, b, out=out)], a.device)[0]
-    batch, elapsed, latest = 50, 0.0, []
-    while elapsed < wanted:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(batch):
-            torch.mm(a, b, out=out)
-        end.record()
-        end.synchronize()
-        latest.append(start.elapsed_time(end) / 1e3)
-        elapsed += latest[-1]
-    return statistics.median(latest[len(latest) // 2 :]) / batch
 
 
 def seconds(
