@@ -24,6 +24,9 @@ PREFILL = "--batch 64 --prompt-len 512 --gen-len 2 --repeat 3 --device-map cpu -
 NVME = "--batch 32 --prompt-len 512 --gen-len 5 --gpu-memory 24GiB --device-map nvme"
 COLD = "--batch 1 --prompt-len 8 --device-map cpu --cold-start"
 
+# The table of the benchmark page is of the model's own modules.
+ENGINE = ["--engine", "transformers"]
+
 PARTS = {
     "overhead": "--overhead",
     "opt-13b": f"--shape opt-13b {DECODE}",
@@ -77,7 +80,7 @@ def measure(part: str, options: list[str], out: Path, seconds: float) -> dict[st
     """One run's JSON, or why there is none."""
     if seconds < 5:
         return "no time left"
-    command = [sys.executable, "-m", "offload", "bench", "throughput", *options, "--json"]
+    command = [sys.executable, "-m", "offload", "bench", "throughput", *options, *ENGINE, "--json"]
     with open(out / f"{part}.log", "w") as log:
         log.write(" ".join(command) + "\n")
         log.flush()

@@ -78,6 +78,7 @@ def measure_cold_start(subject: Subject, work: Workload, setup: Setup) -> ColdSt
                 device_map=config.device_map,
                 max_memory=config.max_memory,
                 dtype=config.dtype,
+                engine=config.engine,
                 device=device,
                 prefetch=config.prefetch,
                 batch_size=work.batch,
