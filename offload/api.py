@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -44,8 +43,6 @@ from offload.store import WeightStore
 from offload.store.folder import default_folder
 from offload.store.layout import Layer
 from offload.store.pack import Pack, live_pack, needs_pack
-
-_log = logging.getLogger(__name__)
 
 DEFAULT_PREFETCH = {"cuda": 2, "cpu": 1}
 # Disk requests where the drive was not tuned (`offload bench nvme --tune`): bytes, and in flight.
@@ -363,7 +360,6 @@ def _pack(
             transformers=transformers.__version__,
         )
         pack = Pack(home, key)
-    _log.info("packing %s into %s", type(parts.model).__name__, pack.folder)
     try:
         sources = pack.write(wanted)
     except BaseException:
