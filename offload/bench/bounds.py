@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -17,7 +15,6 @@ COPY_BYTES = 256 << 20
 DISK_BYTES = 4 << 30  # read at most
 BLOCK = 8 << 20
 READERS = 16
-TIMED_SECONDS = 0.08  # of products between two events, so that the events do not count
 
 
 def copy_rates(device: torch.device, nbytes: int = COPY_BYTES, repeats: int = 10) -> list[float]:
@@ -41,51 +38,6 @@ def copy_rates(device: torch.device, nbytes: int = COPY_BYTES, repeats: int = 10
             event.record()
         torch.cuda.synchronize()
     return [nbytes / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(events[1:])]
-
-
-def product_rate(
-    shapes: Sequence[tuple[int, int]],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seconds: float = 5.0,
-) -> float:
-    """FLOP per second of `rows` times each weight [outputs, inputs] of `shapes`, back to back.
-
-    All of it for `seconds`, and the median of the second half: boost clocks do not last.
-    """
-    weights = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-    inputs = {n: torch.randn(rows, n, device=device, dtype=dtype) for _, n in shapes}
-    outputs = {n: torch.empty(rows, n, device=device, dtype=dtype) for n, _ in shapes}
-
-    def layers(count: int) -> None:
-        for weight in weights * count:
-            torch.mm(inputs[weight.shape[1]], weight.T, out=outputs[weight.shape[0]])
-
-    once = _seconds(lambda: layers(1), device, 3)[-1]
-    batch = max(1, round(TIMED_SECONDS / once))
-    repeats = max(3, int(seconds / once / batch))
-    times = _seconds(lambda: layers(batch), device, repeats)
-    flop = 2 * rows * sum(n * k for n, k in shapes)
-    return flop * batch / statistics.median(times[len(times) // 2 :])
-
-
-def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Of each of `repeats` runs, after one that is not counted."""
-    run()
-    if device.type == "cpu":
-        marks = [time.perf_counter()]
-        for _ in range(repeats):
-            run()
-            marks.append(time.perf_counter())
-        return [b - a for a, b in itertools.pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
 def read_rate(files: Sequence[str | os.PathLike[str]], nbytes: int = DISK_BYTES) -> float:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from offload.bench.bounds import copy_rates, product_rate, read_rate
+from offload.bench.bounds import copy_rates, read_rate
 from offload.bench.files import weight_files
-from offload.bench.kernels.case import hbm_rates
 from offload.bench.memory import gpu_limit, gpu_peaks, host_peak, reset_peaks
 from offload.bench.peers import PEERS, Peer
 from offload.bench.result import Peaks, Result, Row, machine
 from offload.bench.subject import Sizes, Subject
 from offload.bench.workload import Timing, Workload, measure
 from offload.config import OffloadConfig
+from offload.measure.compute import hbm_rates, product_rate
 from offload.scheduler.cost import Rates, predict_pass
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from offload.bench.bounds import product_rate
+from offload.measure.compute import hbm_rates, product_rate
 
 # More than any L2, so that a copy's bytes have left it when its turn comes again.
 ROTATION = 1_250_000_000
@@ -87,19 +87,6 @@ class Rates:
         read, copied = hbm_rates(device, (2 << 30) if on_gpu else (64 << 20))
         size, long = (8192, matrix_seconds) if on_gpu else (256, 0.0)
         return cls(read, copied, product_rate([(size, size)], size, torch.bfloat16, device, long))
-
-
-def hbm_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Bytes per second read by a sum over `nbytes`, and read + written by the best copy of half."""
-    data = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
-    source, target = data.chunk(2)
-    ways: list[Callable[[int], Any]] = [
-        lambda i: data.sum(),
-        lambda i: target.copy_(source),
-        lambda i: torch.mul(source, 1.0, out=target),
-    ]
-    read, *copied = seconds(ways, device)
-    return nbytes / read, nbytes / min(copied)
 
 
 def seconds(

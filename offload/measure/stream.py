@@ -1,4 +1,4 @@
-"""The rates that bound a pass, measured on the spot: link and disk."""
+"""Link and disk, as a stream of weights uses them."""
 
 from __future__ import annotations
 
