@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         OffloadError,
         UnsupportedError,
     )
+    from offload.packed import pack
     from offload.report import Report
     from offload.scheduler.plan import Plan
 
@@ -33,6 +34,7 @@ __all__ = [
     "Report",
     "UnsupportedError",
     "__version__",
+    "pack",
     "run",
 ]
 
@@ -40,6 +42,7 @@ __all__ = [
 # `import offload.aio` do without them.
 _HOMES = {
     "run": "offload.api",
+    "pack": "offload.packed",
     "OffloadConfig": "offload.config",
     "Report": "offload.report",
     "Plan": "offload.scheduler.plan",

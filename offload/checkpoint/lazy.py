@@ -10,12 +10,12 @@ change they can be streamed from the original files, however many pieces they ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.checkpoint.extent import Extent
 from offload.errors import UnsupportedError
@@ -147,6 +147,22 @@ class Changed:
 
 
 Expression = Pieces | Held | Deferred | Changed
+
+
+def extents_of(expression: Expression) -> Iterator[Extent]:
+    """Every range of a file that a tensor is made of."""
+    if isinstance(expression, Pieces):
+        yield from expression.extents
+        return
+    if isinstance(expression, Changed):
+        yield from extents_of(expression.whole)
+    if isinstance(expression, (Changed, Deferred)):
+        owner = getattr(expression.func, "__self__", None)
+        if isinstance(owner, Extent):
+            yield owner
+        for leaf in tree_leaves((expression.args, expression.kwargs)):
+            if isinstance(leaf, LazyTensor):
+                yield from extents_of(leaf.expression)
 
 
 class Storage:

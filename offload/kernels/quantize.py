@@ -137,21 +137,27 @@ def _affine(
 def _best(x: torch.Tensor, candidates: Iterable[_Found]) -> _Found:
     """For every group the candidate with the least squared error; of equals the first."""
     best: _Found | None = None
-    least = x.new_empty(0)
-    for code, scale, zero in candidates:
-        error = ((code - zero[..., None]) * scale.float()[..., None] - x).square().sum(-1)
+    least: torch.Tensor | None = None
+    for found in candidates:  # one at a time: each is as large as x
         if best is None:
-            best, least = (code, scale, zero), error
+            best = found
             continue
+        least = _error(x, best) if least is None else least
+        error = _error(x, found)
         better = error < least
         least = torch.where(better, error, least)
         best = (
-            torch.where(better[..., None], code, best[0]),
-            torch.where(better, scale, best[1]),
-            torch.where(better, zero, best[2]),
+            torch.where(better[..., None], found[0], best[0]),
+            torch.where(better, found[1], best[1]),
+            torch.where(better, found[2], best[2]),
         )
     assert best is not None
     return best
+
+
+def _error(x: torch.Tensor, found: _Found) -> torch.Tensor:
+    code, scale, zero = found
+    return ((code - zero[..., None]) * scale.float()[..., None] - x).square().sum(-1)
 
 
 def _fp8(

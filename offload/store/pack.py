@@ -24,12 +24,12 @@ import torch
 
 from offload.checkpoint import safetensors_header
 from offload.checkpoint.lazy import Expression, Pieces
-from offload.errors import OffloadError
 from offload.sizes import format_size
 from offload.store.chunk_writer import ChunkWriter
 from offload.store.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
 from offload.store.layout import Layer, TensorPlace
 from offload.store.reads import SECTOR
+from offload.store.tensor_file import file_head, holds
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ SAY_EVERY = 5.0  # seconds, while a pack is written
 _LIVE = "live-"
 _HOLDER = "holder.lock"
 _VERSION = 1
-_DTYPE_NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
 
 
 _Job = tuple[Path, list[TensorPlace]]  # a file, and what it must hold
@@ -197,37 +196,14 @@ def _is_orphan(folder: Path) -> bool:
 
 
 def _holds(file: Path, places: Sequence[TensorPlace]) -> bool:
-    """Whether a whole file with these tensors is there already; a damaged one is not."""
-    try:
-        extents = safetensors_header.read_header(str(file))[0]
-    except (OSError, OffloadError):
-        return False
-    return {n: (e.dtype, tuple(e.shape)) for n, e in extents.items()} == {
-        p.name: (p.dtype, tuple(p.shape)) for p in places
-    }
+    return holds(file, {p.name: (p.dtype, tuple(p.shape)) for p in places})
 
 
 def _write_file(file: Path, places: Sequence[TensorPlace], writer: ChunkWriter) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    # No gaps are allowed; large elements first, so that each tensor is aligned to its elements.
-    places = sorted(places, key=lambda p: -p.dtype.itemsize)
-    for p in places:
-        header[p.name] = {
-            "dtype": _DTYPE_NAMES[p.dtype],
-            "shape": list(p.shape),
-            "data_offsets": [at, at + p.nbytes],
-        }
-        at += p.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % SECTOR)
+    head, offsets = file_head({p.name: (p.dtype, tuple(p.shape)) for p in places})
     with atomic_write(file) as stream:
         writer.begin(stream.name)
-        writer.write(_bytes(len(text).to_bytes(8, "little") + text))
-        for p in places:
+        writer.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for p in sorted(places, key=lambda p: offsets[p.name]):
             writer.write(p.source.read().reshape(-1).view(torch.uint8))
         writer.finish()
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -27,7 +27,9 @@ def cli(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Pop
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["run"], ["info"], ["bench"], ["bench", "nvme"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["run"], ["pack"], ["info"], ["bench"], ["bench", "nvme"]]
+)
 def test_help_imports_neither_torch_nor_transformers(arguments: list[str]) -> None:
     code = (
         "import sys; from offload.cli import main; code = main([*sys.argv[1:], '--help']);"

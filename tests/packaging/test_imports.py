@@ -20,6 +20,7 @@ MAY_REACH = {
     "checkpoint": {"errors"},
     "store": {"aio", "checkpoint", "errors", "scheduler"},
     "models": {"aio", "checkpoint", "errors", "kernels", "scheduler", "store"},
+    "packed": {"aio", "checkpoint", "errors", "kernels", "models", "scheduler", "store"},
     "config": {"errors", "scheduler"},
     "report": {"errors", "scheduler"},
 }

@@ -1,0 +1,112 @@
+"""`offload pack`: quantises a checkpoint into a folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from offload.sizes import format_size
+
+SAY_EVERY = 2.0  # seconds
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the program."""
+    parser = commands.add_parser(
+        "pack",
+        help="quantise a checkpoint into a folder",
+        description="Quantise the weights of MODEL into the new folder OUT, which this program and "
+        "other engines read (compressed-tensors). A run that was stopped is taken up where it was.",
+    )
+    parser.set_defaults(execute=execute)
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id")
+    parser.add_argument("out", metavar="OUT", help="a folder that is not there yet")
+    add_weights(parser, required=True)
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="where numbers are worked out (default: the GPU)"
+    )
+    parser.add_argument("--revision", metavar="REV", help="of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true")
+
+
+def add_weights(parser: Any, required: bool = False) -> None:
+    """The arguments that say how weights are quantised."""
+    parser.add_argument(
+        "--weights",
+        required=required,
+        metavar="FORMAT",
+        help="int4 or int8 (groups of 64; also int4-g32, int4-g128, int4-channel; with zero points "
+        "int4-g64-zp; with ranges chosen by their error int4-g64-clip), fp8, fp8-block or mxfp4: "
+        "of the layers' Linears",
+    )
+    parser.add_argument(
+        "--weights-of",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="of modules in whose name the regular expression is found, heads and embeddings too; "
+        "'none' leaves them as they are; may be repeated, the first that is found decides",
+    )
+
+
+def quantization(args: argparse.Namespace) -> str | dict[str, str] | None:
+    """What `--weights` and `--weights-of` ask for, as `offload.run` takes it."""
+    if not args.weights_of:
+        return args.weights
+    found: dict[str, str] = {}
+    for text in args.weights_of:
+        pattern, equals, form = text.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"--weights-of {text!r} is not PATTERN=FORMAT, as in lm_head=int8")
+        found[pattern] = form
+    return found | ({"default": args.weights} if args.weights else {})
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Write the folder; progress goes to standard error, the folder's name to standard output."""
+    wanted = quantization(args)
+    assert wanted is not None
+
+    from transformers.utils import logging
+
+    from offload.config import OffloadConfig
+    from offload.packed import pack
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = pack(
+        args.model,
+        args.out,
+        wanted,
+        device=OffloadConfig(device=args.device).compute,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        progress=Progress(),
+    )
+    print(folder)
+    return 0
+
+
+class Progress:
+    """Lines on standard error, not too often, and one at the end."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._next = self._start + SAY_EVERY
+        self._first: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        first = self._first = done if self._first is None else self._first
+        if now < self._next and done < total:
+            return
+        self._next = now + SAY_EVERY
+        text = f"offload: packed {format_size(done)} of {format_size(total)}"
+        if first < done < total:
+            left = (total - done) * (now - self._start) / (done - first)
+            text += f", about {left:.0f} s left"
+        elif done == total:
+            text += f" in {now - self._start:.1f} s"
+        print(text, file=sys.stderr, flush=True)

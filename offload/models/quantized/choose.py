@@ -1,0 +1,138 @@
+"""Which tensors of a plain checkpoint are quantised, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers import PreTrainedModel
+
+from offload.checkpoint import Checkpoint
+from offload.checkpoint.extent import Extent
+from offload.checkpoint.lazy import LazyTensor, extents_of
+from offload.errors import UnsupportedError
+from offload.models.modules import Shared, find_layers, shared_parameters
+from offload.models.quantized.wanted import Wanted, Wishes
+
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A tensor of the checkpoint, and what it becomes (None: it stays as it is)."""
+
+    name: str
+    extent: Extent
+    wanted: Wanted | None
+
+    @property
+    def module(self) -> str:
+        """The name of the module it is the weight of, in the checkpoint's words."""
+        return self.name.removesuffix(WEIGHT)
+
+
+@dataclass(slots=True)
+class Choice:
+    """All tensors, in the order in which the model uses them, those it does not use at the end."""
+
+    weights: list[StoredWeight]
+    linear: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Every Linear of the model by its weight's tensor: the names it goes by, in checkpoint and
+    model."""
+
+
+def choose(model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> Choice:
+    """What `wishes` make of the weights of `model`, which was built on `checkpoint`.
+
+    The default is for the Linears of the layers, experts included; heads, embeddings and Linears
+    elsewhere are quantised where a pattern names them. Raises ValueError for a pattern that names
+    nothing and a shape that does not divide, UnsupportedError for a tied weight.
+    """
+    by_place = {(e.file, e.offset, e.nbytes): n for n, e in reversed(checkpoint.tensors.items())}
+    inside = {id(m) for layer in find_layers(model).values() for m in layer.modules()}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    choice = Choice([])
+    matched: dict[str, int] = {pattern: 0 for pattern, _ in wishes.patterns}
+    seen: set[str] = set()
+    for shared in shared_parameters(model):
+        for name in dict.fromkeys(_tensors(shared, by_place)):
+            if name in seen:
+                continue
+            seen.add(name)
+            extent, binding = checkpoint.tensors[name], shared.bindings[0]
+            names = (name.removesuffix(WEIGHT), binding.name.rpartition(".")[0])
+            kind = _kind(shared, name, extent, by_place)
+            if kind == "linear":
+                choice.linear[name] = tuple(dict.fromkeys(names))
+            wanted, pattern = wishes.find(names)
+            by_default = kind in ("linear", "expert") and id(binding.module) in inside
+            if kind is None or (pattern is None and (not by_default or binding.module is head)):
+                wanted = None
+            elif pattern is not None:
+                matched[pattern] += 1
+            if wanted is not None and len(shared.bindings) > 1:
+                if pattern is not None:
+                    raise UnsupportedError(
+                        f"quantization: {pattern!r} names {name}, which "
+                        f"{' and '.join(b.name for b in shared.bindings)} share; a shared weight "
+                        "is not quantised, since other engines read it once"
+                    )
+                wanted = None
+            if wanted is not None:
+                _check_shape(wanted, name, extent)
+            choice.weights.append(StoredWeight(name, extent, wanted))
+    rest = [n for n in checkpoint.tensors if n not in seen]
+    choice.weights += [StoredWeight(name, checkpoint.tensors[name], None) for name in rest]
+    _check_found(model, choice.weights, matched)
+    return choice
+
+
+def _tensors(shared: Shared, by_place: Mapping[tuple[str, int, int], str]) -> Iterator[str]:
+    """The checkpoint's tensors that a parameter is made of, as far as it takes whole ones."""
+    if isinstance(shared.tensor, LazyTensor):
+        for e in extents_of(shared.tensor.expression):
+            name = by_place.get((e.file, e.offset, e.nbytes))
+            if name is not None:
+                yield name
+
+
+def _kind(
+    shared: Shared, name: str, extent: Extent, by_place: Mapping[tuple[str, int, int], str]
+) -> str | None:
+    """What kind of module multiplies with the tensor, where that can be told."""
+    module, key = shared.bindings[0].module, shared.bindings[0].key
+    if len(extent.shape) != 2 or not name.endswith(WEIGHT) or not extent.dtype.is_floating_point:
+        return None
+    alone = len(set(_tensors(shared, by_place))) == 1 and shared.tensor.shape == extent.shape
+    if isinstance(module, nn.Linear):
+        called = not isinstance(module, NonDynamicallyQuantizableLinear)
+        return "linear" if alone and called and key == "weight" else None
+    if isinstance(module, nn.Embedding):
+        return "embedding" if alone and key == "weight" else None
+    # Experts that loading merges: one parameter of three dimensions, made of Linears' weights.
+    return "expert" if shared.tensor.ndim == 3 and not alone else None
+
+
+def _check_shape(wanted: Wanted, name: str, extent: Extent) -> None:
+    try:
+        wanted.form.check_shape(extent.shape)
+    except ValueError as error:
+        raise ValueError(f"{name} ({extent.file}): {error}") from None
+
+
+def _check_found(
+    model: PreTrainedModel, weights: Iterable[StoredWeight], matched: Mapping[str, int]
+) -> None:
+    for pattern, count in matched.items():
+        if not count:
+            raise ValueError(
+                f"quantization: {pattern!r} is found in the name of no weight of "
+                f"{type(model).__name__} that can be quantised"
+            )
+    if not any(w.wanted for w in weights):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no weight that can be quantised: its layers have no "
+            "Linear with a weight of its own"
+        )
