@@ -2,6 +2,6 @@
 needs it.
 """
 
-from offload.commands import bench, info, run
+from offload.commands import bench, info, pack, run
 
-COMMANDS = (run, info, bench)
+COMMANDS = (run, pack, info, bench)
