@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -164,7 +165,7 @@ def _promote(
     before: list[Tier] = []
     while chosen != before:  # a large layer that moves makes slots smaller: then others fit, too
         before = list(chosen)
-        for index in _spread(len(layers)):
+        for index in spread(len(layers)):
             trial = [*chosen[:index], tier, *chosen[index + 1 :]]
             if chosen[index] is Tier.NVME and holds(
                 _assemble(layers, trial, budget, work, depth), budget
@@ -173,13 +174,14 @@ def _promote(
     return chosen
 
 
-def _spread(n: int) -> list[int]:
+@functools.lru_cache(maxsize=64)
+def spread(n: int) -> tuple[int, ...]:
     """0 .. n-1 such that every prefix is spread evenly: layers that need no link sit between those
     that do.
     """
     bits = max(1, (n - 1).bit_length())
     reversed_bits = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-    return list(dict.fromkeys(i * n >> bits for i in reversed_bits))
+    return tuple(dict.fromkeys(i * n >> bits for i in reversed_bits))
 
 
 def _fit_depth(

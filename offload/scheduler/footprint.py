@@ -1,0 +1,169 @@
+"""The memory that a setting takes, on the compute device and in CPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
+from offload.scheduler.plan import Budget, spread
+from offload.scheduler.setting import CpuAttention, Job, Setting
+
+CHUNK_BYTES, CHUNKS = 8 << 20, 16  # of pinned memory that disk reads pass through, at most
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model in one precision, with the sums that every setting asks for. Bytes."""
+
+    model: ModelProfile
+    precision: Precision
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Weight bytes of every layer."""
+        return tuple(self.model.layer_bytes(x, self.precision) for x in self.model.layers)
+
+    @cached_property
+    def slot_sizes(self) -> tuple[int, ...]:
+        """The same as it stands in a slot."""
+        return tuple(self.model.slot_bytes(x, self.precision) for x in self.model.layers)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[LayerProfile, int, int], ...]:
+        """Layers that differ: one of each, its bytes, and how many there are."""
+        counts: dict[LayerProfile, int] = {}
+        for layer in self.model.layers:
+            counts[layer] = counts.get(layer, 0) + 1
+        size = self.model.layer_bytes
+        return tuple((x, size(x, self.precision), n) for x, n in counts.items())
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """For every layer its place in `kinds`."""
+        place = {layer: i for i, (layer, _, _) in enumerate(self.kinds)}
+        return tuple(place[layer] for layer in self.model.layers)
+
+    @cached_property
+    def _size_sums(self) -> Sequence[int]:
+        return [0, *accumulate(self.sizes[i] for i in spread(len(self.sizes)))]
+
+    @cached_property
+    def _slot_sums(self) -> Sequence[int]:
+        return [0, *accumulate(self.slot_sizes[i] for i in spread(len(self.sizes)))]
+
+    @cached_property
+    def _largest_after(self) -> Sequence[int]:
+        order = [self.slot_sizes[i] for i in reversed(spread(len(self.sizes)))]
+        return [*reversed(list(accumulate(order, max))), 0]
+
+    def moved(self, setting: Setting) -> tuple[int, int]:
+        """Bytes that cross the link, and of them the disk, in one pass."""
+        sums, end = self._size_sums, setting.resident + setting.cpu
+        return sums[-1] - sums[setting.resident], sums[-1] - sums[end]
+
+    def standing(self, resident: int, cpu: int) -> tuple[int, int, int]:
+        """Bytes of layers on the compute device, in CPU memory, and of one slot."""
+        sums = self._slot_sums
+        return (
+            sums[resident],
+            sums[resident + cpu] - sums[resident],
+            self._largest_after[resident],
+        )
+
+    @cached_property
+    def ring(self) -> int:
+        """For disk reads: chunks of a quarter of a layer, as `plan` makes them."""
+        chunk = max(self.slot_sizes, default=0) // 4 // 4096 * 4096
+        return min(CHUNK_BYTES, max(4096, chunk)) * CHUNKS
+
+    @cached_property
+    def buffer(self) -> int:
+        """For one weight made wide again, where products need that."""
+        if not self.precision.quantised:
+            return 0
+        largest = max(layer.largest for layer in self.model.layers)
+        return largest * self.model.itemsize(self.precision)
+
+
+@lru_cache(maxsize=64)
+def weights_of(model: ModelProfile, precision: Precision) -> Weights:
+    """Made once: sums over all layers are what costs."""
+    return Weights(model, precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes by what they are for."""
+
+    outside: int
+    resident: int
+    slots: int
+    kv_device: int
+    kv_slots: int  # for keys and values that come up the link
+    hidden: int  # residuals of all prompts of a pass
+    workspace: int  # activations of one micro-batch, logits, weights made wide
+    cpu_layers: int
+    kv_cpu: int
+    ring: int
+
+    @property
+    def device(self) -> int:
+        """On the compute device."""
+        return (
+            self.outside
+            + self.resident
+            + self.slots
+            + self.kv_device
+            + self.kv_slots
+            + self.hidden
+            + self.workspace
+        )
+
+    @property
+    def cpu(self) -> int:
+        """In CPU memory."""
+        return self.cpu_layers + self.kv_cpu + self.ring
+
+    def fits(self, budget: Budget) -> bool:
+        """Whether both budgets hold it."""
+        return self.device <= budget.device and self.cpu <= budget.cpu
+
+
+def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
+    """What `setting` takes.
+
+    The activations of a micro-batch are those of the fused engine: eight tensors as wide as the
+    residual and three as wide as the MLP; logits stand in fp32 too.
+    """
+    weights = weights_of(model, setting.precision)
+    itemsize = model.itemsize(setting.precision)
+    resident, cpu_layers, slot = weights.standing(setting.resident, setting.cpu)
+    kv_layer = model.kv_bytes(setting.precision) * job.length
+    kv = kv_layer * len(model.layers)
+    rows = max(
+        min(setting.prefill_rows, setting.prefill_batch * job.prompt),
+        -(-setting.batch // setting.decode_micro_batches),
+    )
+    activations = rows * (8 * model.hidden + 3 * model.intermediate) * itemsize
+    # Keys and values of one micro-batch leave while those of the next are made; a prompt that is
+    # read in parts keeps all of them until its last part has met them.
+    leaving = 2 * max(rows, job.prompt) * model.kv_bytes(setting.precision)
+    rises = setting.attention is CpuAttention.GPU and setting.cpu_sequences
+    return Footprint(
+        outside=model.outside_bytes,
+        resident=resident,
+        slots=setting.slots * slot,
+        kv_device=setting.gpu_sequences * kv,
+        kv_slots=(setting.depth + 1) * setting.cpu_sequences * kv_layer if rises else 0,
+        hidden=setting.prefill_batch * job.prompt * model.hidden * itemsize,
+        workspace=activations
+        + (leaving if setting.cpu_sequences else 0)
+        + setting.batch * model.vocabulary * (itemsize + 4)
+        + weights.buffer,
+        cpu_layers=cpu_layers,
+        kv_cpu=setting.cpu_sequences * kv,
+        ring=weights.ring if setting.nvme else 0,
+    )

@@ -1,0 +1,229 @@
+"""What a machine can do, as data: rates measured on it, and a fingerprint of what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from offload.errors import OffloadError
+
+FORMAT = 1  # raised when what is measured, or how, changes: older figures are then measured anew
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+Curve = tuple[tuple[int, float], ...]  # (rows or queries a KV head, rate), by the first
+
+
+class HardwareError(OffloadError, ValueError):
+    """A description of a machine is damaged, or lacks a rate that is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the rates depend on; a change of any of it makes them another machine's. Bytes."""
+
+    gpu: str | None  # its name; None: no GPU computes
+    gpu_memory: int
+    gpus: int
+    driver: str | None
+    cpu: str
+    cores: int
+    host_memory: int  # that this process may use
+    disk: str  # where the offload folder lies: its file system
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits."""
+        facts = json.dumps([FORMAT, asdict(self)], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates of one machine: bytes or FLOP per second, `launch` in seconds. None was not measured,
+    and `absent` has the reason.
+    """
+
+    machine: Machine
+    link_up: float | None = None  # pinned CPU memory to the GPU
+    link_down: float | None = None
+    link_up_both: float | None = None  # while the other direction is as busy
+    link_down_both: float | None = None
+    disk: float | None = None  # direct reads into pinned memory
+    hbm: float | None = None  # reads of the compute device's memory
+    matrix: Mapping[str, Curve] = field(default_factory=dict)  # by dtype: rows -> FLOP/s, sustained
+    cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
+    cpu_attention_by: str = ""  # what measured it
+    host_read: float | None = None  # CPU memory read by all cores, alone
+    host_read_beside: float | None = None  # beside a full stream up the link
+    link_beside: float | None = None  # that stream's rate then
+    launch: float | None = None  # of one kernel, on the host
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, unit in _UNITS.items():
+            value = getattr(self, name)
+            for rate in _values(value):
+                if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
+                    raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
+        for curve in (*self.matrix.values(), self.cpu_attention):
+            points = [x for x, _ in curve]
+            if points != sorted(set(points)) or any(x < 1 for x in points):
+                raise HardwareError(f"a curve has the points {points}, not rising from 1 on")
+
+    def matrix_rate(self, dtype: str, rows: float) -> float:
+        """FLOP/s of a product of `rows` rows; between measured counts on a line of logarithms.
+
+        A dtype that was not measured has the rate of another as wide. Raises HardwareError.
+        """
+        alike = {"float16": "bfloat16", "bfloat16": "float16"}
+        curve = self.matrix.get(dtype) or self.matrix.get(alike.get(dtype, ""))
+        if not curve:
+            raise self.lacks(f"the matrix rate of {dtype}", "matrix")
+        first, last = curve[0], curve[-1]
+        if rows <= first[0]:
+            return first[1] * rows / first[0]
+        for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+            if rows <= x1:
+                share = math.log(rows / x0) / math.log(x1 / x0)
+                return y0 * (y1 / y0) ** share
+        return last[1]
+
+    def attention_rate(self, group: int) -> float | None:
+        """Bytes of keys and values per second that the CPU attends to, alone, for `group` queries
+        a KV head: of the next larger group that was measured.
+        """
+        wider = [rate for queries, rate in self.cpu_attention if queries >= group]
+        if wider:
+            return wider[0]
+        return self.cpu_attention[-1][1] if self.cpu_attention else None
+
+    def needed(self, name: str) -> float:
+        """The rate `name`. Raises HardwareError where it was not measured."""
+        value = getattr(self, name)
+        if value is None:
+            raise self.lacks(f"the rate {name!r}", name)
+        return value
+
+    def lacks(self, what: str, key: str) -> HardwareError:
+        """The error for a rate that is not there."""
+        reason = self.absent.get(key, "it was not measured")
+        return HardwareError(
+            f"these figures of a machine lack {what}: {reason}. Measure on the machine that is to "
+            "run the model (offload info --measure --json) and pass the file with --hardware"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, every rate with its unit; `from_dict` reads it."""
+        rates: dict[str, Any] = {}
+        for name, unit in _UNITS.items():
+            value = getattr(self, name)
+            if value is None or value == () or value == {}:
+                continue
+            if isinstance(value, float):
+                rates[name] = {"value": value, "unit": unit}
+            elif isinstance(value, Mapping):
+                curves = {dtype: _curve_dict(curve) for dtype, curve in value.items()}
+                rates[name] = {"value": curves, "unit": unit}
+            else:
+                rates[name] = {"value": _curve_dict(value), "unit": unit}
+        return {
+            "format": FORMAT,
+            "fingerprint": self.machine.fingerprint,
+            "machine": asdict(self.machine),
+            "rates": rates,
+            "cpu_attention_by": self.cpu_attention_by,
+            "absent": dict(self.absent),
+        }
+
+    @classmethod
+    def from_dict(cls, found: Any) -> Hardware:
+        """What `as_dict` gave; a person may write it, too, in GB/s or TFLOP/s.
+
+        Raises HardwareError. The fingerprint is not compared: the file may be of another machine.
+        """
+        if not isinstance(found, Mapping) or not isinstance(found.get("machine"), Mapping):
+            raise HardwareError("no description of a machine: it has no 'machine' with its facts")
+        if found.get("format") != FORMAT:
+            raise HardwareError(
+                f"its format is {found.get('format')!r}, and this version reads {FORMAT}; measure "
+                "anew with offload info --measure"
+            )
+        names = {f.name for f in fields(Machine)}
+        facts = found["machine"]
+        if facts.keys() != names:
+            wrong = sorted(facts.keys() ^ names)[0]
+            raise HardwareError(f"'machine' has the fields of no machine: see {wrong!r}")
+        rates = found.get("rates", {})
+        unknown = sorted(rates.keys() - _UNITS.keys())
+        if unknown:
+            raise HardwareError(f"the rate {unknown[0]!r} is none; known are {', '.join(_UNITS)}")
+        values = {name: _read_rate(name, entry) for name, entry in rates.items()}
+        return cls(
+            machine=Machine(**facts),
+            cpu_attention_by=str(found.get("cpu_attention_by", "")),
+            absent=dict(found.get("absent", {})),
+            **values,
+        )
+
+
+_UNITS = {
+    "link_up": "B/s",
+    "link_down": "B/s",
+    "link_up_both": "B/s",
+    "link_down_both": "B/s",
+    "disk": "B/s",
+    "hbm": "B/s",
+    "matrix": "FLOP/s",
+    "cpu_attention": "B/s",
+    "host_read": "B/s",
+    "host_read_beside": "B/s",
+    "link_beside": "B/s",
+    "launch": "s",
+}
+
+
+def _values(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return [rate for curve in value.values() for _, rate in curve]
+    return [rate for _, rate in value] if isinstance(value, tuple) else [value]
+
+
+def _curve_dict(curve: Curve) -> dict[str, float]:
+    return {str(x): rate for x, rate in curve}
+
+
+def _read_rate(name: str, entry: Any) -> Any:
+    if not isinstance(entry, Mapping) or entry.keys() != {"value", "unit"}:
+        raise HardwareError(f"the rate {name!r} is {entry!r}, not a 'value' with a 'unit'")
+    scale, value = _scale(name, entry["unit"]), entry["value"]
+    try:
+        if name == "matrix":
+            return {dtype: _read_curve(curve, scale) for dtype, curve in value.items()}
+        if name == "cpu_attention":
+            return _read_curve(value, scale)
+        return float(value) * scale
+    except (AttributeError, TypeError, ValueError):
+        raise HardwareError(f"the rate {name!r} has the value {value!r}") from None
+
+
+def _read_curve(curve: Mapping[str, Any], scale: float) -> Curve:
+    return tuple(sorted((int(x), float(rate) * scale) for x, rate in curve.items()))
+
+
+def _scale(name: str, unit: Any) -> float:
+    wanted = _UNITS[name]
+    if wanted == "s" and unit in _TIMES:
+        return _TIMES[unit]
+    if wanted != "s" and isinstance(unit, str) and unit.endswith(wanted):
+        prefix = unit.removesuffix(wanted)
+        if prefix in _SCALES:
+            return _SCALES[prefix]
+    raise HardwareError(f"the rate {name!r} is in {unit!r}; its unit is {wanted}")

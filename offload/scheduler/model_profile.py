@@ -1,0 +1,90 @@
+"""What the planner knows of a model: sizes and counts, from its config and headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALIGNMENT = 256  # of every tensor in a slot, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How weights of matrices are kept; other weights keep the model's own type."""
+
+    name: str
+    bits: int
+    group: int = 0  # weights that share a scale of 2 bytes; 0: none do
+
+    @property
+    def quantised(self) -> bool:
+        """Whether numbers change, and products need the weights made wide again."""
+        return self.group > 0
+
+    def weight_bytes(self, weights: int) -> int:
+        """Bytes of so many weights."""
+        scales = 2 * -(-weights // self.group) if self.group else 0
+        return -(-weights * self.bits // 8) + scales
+
+
+PRECISIONS = {
+    p.name: p
+    for p in (
+        Precision("fp32", 32),
+        Precision("fp16", 16),
+        Precision("bf16", 16),
+        Precision("int8", 8, 64),
+        Precision("int4", 4, 64),
+    )
+}
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One block, in counts of parameters."""
+
+    matrices: int  # in tensors of two and more dimensions
+    others: int
+    active: int  # that one token meets: fewer where it chooses among experts
+    largest: int  # in the largest tensor
+    tensors: int
+
+
+@dataclass(frozen=True, eq=False)
+class ModelProfile:
+    """A decoder. Widths are elements of one token in one layer. Equal to itself alone, so that sums
+    over its layers are found again at no cost.
+    """
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+    native: str  # the precision of the weights as they are
+    outside_bytes: int  # embeddings, head, norms: resident
+    hidden: int
+    intermediate: int
+    query_width: int
+    kv_width: int  # keys plus values
+    group: int  # queries a KV head
+    vocabulary: int
+
+    def itemsize(self, precision: Precision) -> int:
+        """Bytes of an element of activations, keys and values."""
+        return (PRECISIONS[self.native] if precision.quantised else precision).bits // 8
+
+    def dtype(self, precision: Precision) -> str:
+        """What products compute in."""
+        return _DTYPES[self.native if precision.quantised else precision.name]
+
+    def layer_bytes(self, layer: LayerProfile, precision: Precision) -> int:
+        """Weight bytes of one layer."""
+        other = layer.others * self.itemsize(precision)
+        return precision.weight_bytes(layer.matrices) + other
+
+    def slot_bytes(self, layer: LayerProfile, precision: Precision) -> int:
+        """What a layer takes in a slot at most: every tensor begins at a multiple of 256 bytes."""
+        parts = layer.tensors * (2 if precision.quantised else 1)  # scales, too
+        return self.layer_bytes(layer, precision) + ALIGNMENT * parts
+
+    def kv_bytes(self, precision: Precision) -> int:
+        """Of one token in one layer."""
+        return self.kv_width * self.itemsize(precision)

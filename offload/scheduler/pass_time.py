@@ -1,0 +1,267 @@
+"""The time of a prefill and of a decode pass, from bytes, FLOP and measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offload.scheduler.footprint import weights_of
+from offload.scheduler.hardware import Hardware
+from offload.scheduler.model_profile import LayerProfile, ModelProfile
+from offload.scheduler.plan import Tier
+from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.timeline import LayerTime, pass_seconds
+
+KERNELS = 12  # of one fused block
+CHAIN = "the layers one after the other"
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """One pass: its seconds, and those that every resource works in it."""
+
+    seconds: float
+    busy: Mapping[str, float]
+
+    @property
+    def limit(self) -> str:
+        """What sets the time: the busiest resource, or nothing alone where each of them waits."""
+        name = max(self.busy, key=self.busy.__getitem__)
+        return name if self.busy[name] >= 0.9 * self.seconds else CHAIN
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one pass asks of the machine: seconds, of all layers where not said otherwise."""
+
+    layers: tuple[float, ...]  # of one layer of each kind: GPU and CPU attention, as they join
+    compute: float  # the same of all layers, and the head
+    after: float  # the head
+    link: float  # bytes up, all layers, at the rate that holds while they move
+    disk: float
+    down: float
+    hbm: float
+    matrix: float
+    launch: float
+    cpu: float
+
+    @property
+    def least(self) -> float:
+        """No order of loads makes the pass shorter."""
+        return max(self.compute, self.link, self.disk, self.down)
+
+
+def decode_pass(
+    model: ModelProfile, hardware: Hardware, job: Job, setting: Setting, *, exact: bool = True
+) -> PassTime:
+    """One token for every sequence, at the mean length of the job. Raises HardwareError.
+
+    Without `exact`, a lower bound of it, which costs less: loads wait for nothing.
+    """
+    return _pass_time(model, setting, _decode_work(model, hardware, job, setting), exact)
+
+
+def prefill_pass(
+    model: ModelProfile, hardware: Hardware, job: Job, setting: Setting, *, exact: bool = True
+) -> PassTime:
+    """The prompts of `setting.prefill_batch` sequences, likewise."""
+    return _pass_time(model, setting, _prefill_work(model, hardware, job, setting), exact)
+
+
+def _pass_time(model: ModelProfile, setting: Setting, work: _Work, exact: bool) -> PassTime:
+    seconds = work.least
+    if exact and setting.depth == 0:
+        seconds = max(work.compute + max(work.link, work.disk), work.down)
+    elif exact and work.link:
+        seconds = max(work.down, pass_seconds(_layer_times(model, setting, work), setting.depth))
+    busy = {
+        "link up": work.link,
+        "disk": work.disk,
+        "link down": work.down,
+        "HBM": work.hbm,
+        "matrix units": work.matrix,
+        "kernel launches": work.launch,
+        "CPU attention": work.cpu,
+    }
+    return PassTime(seconds, {name: value for name, value in busy.items() if value})
+
+
+def _layer_times(model: ModelProfile, setting: Setting, work: _Work) -> list[LayerTime]:
+    weights = weights_of(model, setting.precision)
+    sizes, (moved, read) = weights.sizes, weights.moved(setting)
+    kv = _kv_up(model, setting)
+    total = moved + kv * len(sizes) * setting.cpu_sequences
+    times = []
+    for size, kind, tier in zip(sizes, weights.kind_of, setting.tiers(), strict=True):
+        up = (0 if tier is Tier.DEVICE else size) + kv * setting.cpu_sequences
+        disk = work.disk * size / read if tier is Tier.NVME else 0.0
+        times.append(LayerTime(work.layers[kind], work.link * up / total, disk))
+    last = times[-1]
+    times[-1] = LayerTime(last.compute + work.after, last.link, last.disk)
+    return times
+
+
+def _kv_up(model: ModelProfile, setting: Setting) -> float:
+    """Whether keys and values rise, as bytes a token: only the share of each layer matters."""
+    return model.kv_bytes(setting.precision) if setting.attention is CpuAttention.GPU else 0
+
+
+def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) -> _Work:
+    weights = weights_of(model, setting.precision)
+    length = job.prompt + job.gen / 2
+    kv = model.kv_bytes(setting.precision) * length
+    parts, batch = setting.decode_micro_batches, setting.batch
+    on_gpu, rises = setting.gpu_sequences, setting.attention is CpuAttention.GPU
+    at_cpu = setting.cpu_sequences if setting.attention is CpuAttention.CPU else 0
+    hbm_rate = hardware.needed("hbm")
+    matrix_rate = _few_rows_rate(model, hardware, setting)
+    attention = kv * (batch - at_cpu) / hbm_rate
+
+    moved, read = weights.moved(setting)
+    up = moved + (kv * (batch - on_gpu) * len(model.layers) if rises else 0)
+    exchange = at_cpu * (model.query_width + model.kv_width) * model.itemsize(setting.precision)
+    link, cpu = _stream_beside_cpu(
+        model, hardware, up, at_cpu * kv * len(model.layers), exchange * len(model.layers)
+    )
+    cpu_layer = cpu / len(model.layers)
+    launch = (hardware.launch or 0.0) * KERNELS * parts
+    layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
+    for layer, size, count in weights.kinds:
+        touched, products = _products(layer, size, batch, parts, hbm_rate, matrix_rate)
+        gemm = max(touched, products, launch)
+        if parts > 1:
+            layers.append(max(gemm + attention, cpu_layer))
+        else:  # both attend at once, and join before the output projection
+            layers.append(gemm + max(attention, cpu_layer))
+        compute += count * layers[-1]
+        hbm += count * (touched + attention)
+        matrix += count * products
+    head = parts * model.vocabulary * model.hidden * model.itemsize(setting.precision) / hbm_rate
+    down = exchange * len(model.layers)
+    return _Work(
+        layers=tuple(layers),
+        compute=compute + head,
+        after=head,
+        link=link,
+        disk=read / hardware.needed("disk") if read else 0.0,
+        down=down / hardware.needed("link_down") if down else 0.0,
+        hbm=hbm + head,
+        matrix=matrix,
+        launch=launch * len(model.layers),
+        cpu=cpu,
+    )
+
+
+def _few_rows_rate(model: ModelProfile, hardware: Hardware, setting: Setting) -> float:
+    """FLOP/s of a decode pass's products. With few rows what was measured is how fast the weights
+    are read: fewer bytes a weight take less time, down to that of the matrix units.
+    """
+    dtype, precision = model.dtype(setting.precision), setting.precision
+    rate = hardware.matrix_rate(dtype, setting.batch / setting.decode_micro_batches)
+    if not precision.quantised:
+        return rate
+    group = precision.group
+    fewer = model.itemsize(precision) * group / precision.weight_bytes(group)
+    return max(rate, min(rate * fewer, hardware.matrix_rate(dtype, 1 << 30)))
+
+
+def _products(
+    layer: LayerProfile, size: int, batch: int, parts: int, hbm_rate: float, matrix_rate: float
+) -> tuple[float, float]:
+    """Seconds that a layer's weights take to be read, and that its products take."""
+    chosen = layer.active / max(1, layer.matrices + layer.others)
+    touched = min(1.0, chosen * batch / parts)  # few tokens meet few experts
+    return parts * size * touched / hbm_rate, 2 * layer.active * batch / matrix_rate
+
+
+def _prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) -> _Work:
+    weights, precision = weights_of(model, setting.precision), setting.precision
+    itemsize = model.itemsize(precision)
+    tokens = setting.prefill_batch * job.prompt
+    parts = -(-tokens // setting.prefill_rows)
+    hbm_rate = hardware.needed("hbm")
+    matrix_rate = hardware.matrix_rate(model.dtype(precision), min(tokens, setting.prefill_rows))
+    # Of a causal prompt every token meets half on average, in two products.
+    attention = 2 * model.query_width * job.prompt * tokens / matrix_rate
+    # What stands between the products is read and written once.
+    between = tokens * (8 * model.hidden + 3 * model.intermediate) * itemsize / hbm_rate
+    launch = (hardware.launch or 0.0) * KERNELS * parts
+
+    moved, read = weights.moved(setting)
+    share = setting.cpu_sequences / setting.batch
+    down = share * tokens * model.kv_bytes(precision) * len(model.layers)
+    link, link_down = _both_ways(hardware, moved, down)
+    layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
+    for layer, size, count in weights.kinds:
+        # Each micro-batch reads the weights; quantised ones are made wide, written and read.
+        wide = 2 * layer.active * itemsize if precision.quantised else 0
+        touched = parts * (size + wide) / hbm_rate
+        products = 2 * layer.active * tokens / matrix_rate + attention
+        if precision.quantised:
+            busy = products + parts * (size + wide / 2) / hbm_rate
+        else:
+            busy = max(products, touched)
+        layers.append(max(busy + between, launch))
+        compute += count * layers[-1]
+        hbm += count * (touched + between)
+        matrix += count * products
+    head = model.vocabulary * model.hidden * itemsize / hbm_rate
+    return _Work(
+        layers=tuple(layers),
+        compute=compute + head,
+        after=head,
+        link=link,
+        disk=read / hardware.needed("disk") if read else 0.0,
+        down=link_down,
+        hbm=hbm + head,
+        matrix=matrix,
+        launch=launch * len(model.layers),
+        cpu=0.0,
+    )
+
+
+def _stream_beside_cpu(
+    model: ModelProfile, hardware: Hardware, up: float, attended: float, exchange: float
+) -> tuple[float, float]:
+    """Seconds of the stream up the link and of attention on the CPU, each slowed by the other for
+    as long as both work. `exchange`: bytes down before it, and at most as many up after.
+    """
+    link_rate = hardware.needed("link_up") if up else 1.0
+    if not attended:
+        return up / link_rate, 0.0
+    rate = hardware.attention_rate(model.group)
+    if rate is None:
+        raise hardware.lacks("the rate of attention on the CPU", "cpu_attention")
+    link_beside = hardware.link_beside or link_rate
+    slower = 1.0
+    if hardware.host_read and hardware.host_read_beside:
+        slower = min(1.0, hardware.host_read_beside / hardware.host_read)
+    link, cpu = _together(
+        (up / link_rate, up / min(link_rate, link_beside)),
+        (attended / rate, attended / (rate * slower)),
+    )
+    return link, cpu + exchange / hardware.needed("link_down") + exchange / hardware.needed(
+        "link_up"
+    )
+
+
+def _both_ways(hardware: Hardware, up: float, down: float) -> tuple[float, float]:
+    """Seconds of bytes up and bytes down the link, each slowed while both move."""
+    up_rate = hardware.needed("link_up") if up else 1.0
+    down_rate = hardware.needed("link_down") if down else 1.0
+    if not up or not down:
+        return up / up_rate, down / down_rate
+    return _together(
+        (up / up_rate, up / min(up_rate, hardware.link_up_both or up_rate)),
+        (down / down_rate, down / min(down_rate, hardware.link_down_both or down_rate)),
+    )
+
+
+def _together(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of two works that begin at once, each given as (alone, beside the other): the longer
+    one goes on alone.
+    """
+    (a_alone, a_beside), (b_alone, b_beside) = a, b
+    if a_beside <= b_beside:
+        return a_beside, a_beside + b_alone * (1 - a_beside / b_beside)
+    return b_beside + a_alone * (1 - b_beside / a_beside), b_beside

@@ -1,0 +1,205 @@
+"""Chooses how a job runs: the fastest setting that the budgets hold, and the simpler of equals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import BudgetError
+from offload.scheduler.estimate import Estimate, estimate
+from offload.scheduler.hardware import Hardware
+from offload.scheduler.least import cpu_attentions, least_cpu, least_device
+from offload.scheduler.model_profile import PRECISIONS, ModelProfile
+from offload.scheduler.plan import Budget
+from offload.scheduler.search_space import Point, Space
+from offload.scheduler.setting import CpuAttention, Goal, Job, Setting
+from offload.sizes import format_size
+
+UNLIMITED = 1 << 62
+TIE = 0.03  # a model of time tells no finer: within it the simpler plan is taken
+STARTS = 8  # kinds of plans that are searched closely
+SPARE_LOAD = 0.005  # what a second load ahead may cost: it absorbs what the model does not see
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the planner chose, and the best plan of another kind beside it."""
+
+    choice: Estimate
+    runner_up: Estimate | None
+    goal: Goal
+    budget: Budget
+    tried: int  # settings whose time was predicted
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {
+            "goal": self.goal.value,
+            "budget": {"device": self.budget.device, "cpu": self.budget.cpu},
+            "choice": self.choice.as_dict(),
+            "runner_up": None if self.runner_up is None else self.runner_up.as_dict(),
+            "full": list(self.choice.full(self.budget)),
+            "tried": self.tried,
+        }
+
+
+def plan_job(
+    model: ModelProfile,
+    hardware: Hardware,
+    budget: Budget,
+    job: Job,
+    goal: Goal = Goal.THROUGHPUT,
+    weights: Sequence[str] = (),
+) -> Planned:
+    """The best setting of `job`, with weights in one of the precisions named (the model's own
+    where none is).
+
+    A job without a batch has one sequence where the goal is not throughput. Raises BudgetError,
+    which says the least budget that would do, and HardwareError for a rate that is needed and not
+    known.
+    """
+    names = tuple(dict.fromkeys(weights)) or (model.native,)
+    unknown = [name for name in names if name not in PRECISIONS]
+    if unknown:
+        raise ValueError(f"weights {unknown[0]!r} are not known; choose of {', '.join(PRECISIONS)}")
+    if job.batch is None and goal is not Goal.THROUGHPUT:
+        job = Job(job.prompt, job.gen, 1)
+    least = least_device(model, hardware, job, names, budget.cpu)
+    if least is None or least[0] > budget.device:
+        if hardware.link_up is None:
+            raise hardware.lacks("the rate 'link_up', without which nothing moves", "link_up")
+        raise BudgetError(_refusal(model, hardware, budget, job, names, least))
+    search = _Search(model, hardware, budget, job, goal)
+    if goal is Goal.FITS:
+        fastest = plan_job(model, hardware, budget, job, Goal.LATENCY, names)
+        smallest = estimate(model, hardware, job, least[1])
+        return Planned(smallest, fastest.choice, goal, budget, fastest.tried + 1)
+    search.start([least[1]], names)
+    return search.result()
+
+
+class _Search:
+    """One search: the best setting of every kind, found coarsely and then step by step."""
+
+    def __init__(
+        self, model: ModelProfile, hardware: Hardware, budget: Budget, job: Job, goal: Goal
+    ) -> None:
+        self._model, self._hardware, self._budget = model, hardware, budget
+        self._job, self._goal = job, goal
+        self._space = Space(model, job, budget, disk=hardware.disk is not None)
+        self._best: dict[tuple, Estimate] = {}  # by kind
+        self._known: dict[Setting, float] = {}  # bounds of scores
+        self._exact: dict[Setting, Estimate] = {}
+
+    def start(self, seeds: Sequence[Setting], weights: Sequence[str]) -> None:
+        """Search all kinds of plans with these precisions; `seeds` are known to fit."""
+        for seed in seeds:
+            self._offer(seed)
+        starts: dict[tuple, tuple[float, Point]] = {}
+        ways = (CpuAttention.NONE, *cpu_attentions(self._hardware))
+        for point in self._space.coarse(weights, ways, self._balance):
+            setting = self._space.complete(point)
+            if setting is not None and self._reachable(setting):
+                bound = self._bound(setting)
+                if bound > starts.get(setting.kind, (0.0, None))[0]:
+                    starts[setting.kind] = (bound, point)
+        for _, point in sorted(starts.values(), key=lambda pair: -pair[0])[:STARTS]:
+            self._climb(point)
+
+    def result(self) -> Planned:
+        """The choice among what was found, and the best of another kind."""
+        found = sorted(self._best.values(), key=lambda e: -e.score(self._goal))
+        best = found[0].score(self._goal)
+        equal = [e for e in found if e.score(self._goal) >= best * (1 - TIE)]
+        choice = min(equal, key=lambda e: (e.setting.complexity, -e.score(self._goal)))
+        other = next((e for e in found if e.setting.family != choice.setting.family), None)
+        return Planned(choice, other, self._goal, self._budget, len(self._known))
+
+    def _climb(self, point: Point) -> None:
+        """From `point` to neighbours while one is better."""
+        setting = self._space.complete(point)
+        assert setting is not None
+        here = self._offer(setting)
+        moved = True
+        while moved:
+            moved = False
+            for trial in self._space.neighbours(point):
+                setting = self._space.complete(trial)
+                if setting is None or not self._reachable(setting):
+                    continue
+                wanted = here.score(self._goal) * self._threshold(here.setting, setting)
+                if self._bound(setting) <= wanted:
+                    continue
+                there = self._offer(setting)
+                if there.score(self._goal) > wanted:
+                    point, here, moved = trial, there, True
+
+    def _threshold(self, old: Setting, new: Setting) -> float:
+        """How many times better a neighbour must be."""
+        if new.depth > old.depth and new.depth == 2:
+            return 1 - SPARE_LOAD
+        if new.depth < old.depth and old.depth == 2:
+            return 1 + 2 * SPARE_LOAD
+        return 1 + (TIE if new.complexity > old.complexity else 1e-6)
+
+    def _reachable(self, setting: Setting) -> bool:
+        """Whether the rates that it needs are known."""
+        return not setting.streamed or self._hardware.link_up is not None
+
+    def _bound(self, setting: Setting) -> float:
+        if setting not in self._known:
+            guess = estimate(self._model, self._hardware, self._job, setting, exact=False)
+            self._known[setting] = guess.score(self._goal)
+        return self._known[setting]
+
+    def _offer(self, setting: Setting) -> Estimate:
+        if setting not in self._exact:
+            self._known.setdefault(setting, 0.0)
+            self._exact[setting] = estimate(self._model, self._hardware, self._job, setting)
+        found = self._exact[setting]
+        best = self._best.get(setting.kind)
+        if best is None or found.score(self._goal) > best.score(self._goal):
+            self._best[setting.kind] = found
+        return found
+
+    def _balance(self, setting: Setting) -> Iterator[int]:
+        """Sequences in CPU memory whose attention takes as long as the stream of weights."""
+        if setting.attention is CpuAttention.CPU and setting.cpu_sequences:
+            found = estimate(self._model, self._hardware, self._job, setting, exact=False).decode
+            stream = max(found.busy.get("link up", 0.0), found.busy.get("disk", 0.0))
+            yield int(setting.cpu_sequences * stream / found.busy["CPU attention"])
+
+
+def _refusal(
+    model: ModelProfile,
+    hardware: Hardware,
+    budget: Budget,
+    job: Job,
+    weights: Sequence[str],
+    device: tuple[int, Setting] | None,
+) -> str:
+    cpu = least_cpu(model, hardware, job, weights, budget.device)
+    needs = []
+    if device is not None:
+        needs.append(
+            f"{device[0]} bytes ({format_size(device[0])}) of GPU memory with this CPU memory"
+        )
+    if cpu is not None:
+        needs.append(f"{cpu[0]} bytes ({format_size(cpu[0])}) of CPU memory with this GPU memory")
+    if not needs:
+        alone = least_device(model, hardware, job, weights, UNLIMITED)
+        assert alone is not None
+        beside = least_cpu(model, hardware, job, weights, alone[0])
+        assert beside is not None
+        needs.append(
+            f"{format_size(alone[0])} of GPU memory beside {format_size(beside[0])} of CPU memory"
+        )
+    sequences = job.batch or 1
+    return (
+        f"{model.name}: {format_size(budget.device)} of GPU memory and {format_size(budget.cpu)} "
+        f"of CPU memory hold no plan for {sequences} sequence{'s' if sequences > 1 else ''} of "
+        f"{job.prompt} + {job.gen} tokens in {', '.join(weights)}; the least that would do is "
+        f"{', or '.join(needs)}. Raise --max-memory, lower the batch or the lengths, or allow "
+        "smaller weights (--weights int4)"
+    )

@@ -1,0 +1,217 @@
+"""The settings that a search looks at: points with few free variables, completed to what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from offload.scheduler.footprint import Footprint, footprint
+from offload.scheduler.least import LEAST_ROWS
+from offload.scheduler.model_profile import ModelProfile
+from offload.scheduler.plan import Budget
+from offload.scheduler.setting import CpuAttention, Job, Setting
+
+ROWS = (LEAST_ROWS, 512, 1024, 2048, 4096, 8192, 16384)  # of a micro-batch while prompts are read
+MOST_SEQUENCES = 4096
+GRID = 10  # steps over the layers, to begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a search varies. The rest follows: the GPU is filled with sequences, or with layers
+    where the batch is given; CPU memory with layers.
+    """
+
+    weights: str
+    attention: CpuAttention
+    resident: int  # at least that many where the batch is given
+    cpu_sequences: int
+    spared: int = 0  # layers in files though CPU memory had room for them beside no sequences
+    rows: int = 2048
+    passes: int = 1
+    depth: int = 1
+    parts: int = 1
+
+
+class Space:
+    """All points of one job under one budget."""
+
+    def __init__(self, model: ModelProfile, job: Job, budget: Budget, *, disk: bool) -> None:
+        self._model, self._job, self._budget, self._disk = model, job, budget, disk
+        self._count = len(model.layers)
+        self._completed: dict[Point, Setting | None] = {}
+
+    def coarse(
+        self,
+        weights: Sequence[str],
+        ways: Sequence[CpuAttention],
+        balance: Callable[[Setting], Iterator[int]],
+    ) -> Iterator[Point]:
+        """Points spread over the space; `balance` names counts of sequences worth a look."""
+        steps = {round(self._count * i / GRID) for i in range(GRID + 1)}
+        residents = sorted(steps) if self._job.batch is None else [0, self._count]
+        for name in weights:
+            for way in ways:
+                for resident in residents:
+                    for rows, passes in ((2048, 1), (LEAST_ROWS, 4)):
+                        point = Point(name, way, resident, 0, rows=rows, passes=passes)
+                        yield from self._sequences(point, balance)
+
+    def _sequences(
+        self, point: Point, balance: Callable[[Setting], Iterator[int]]
+    ) -> Iterator[Point]:
+        if point.attention is CpuAttention.NONE:
+            yield point
+            return
+        streamed = self._count - point.resident
+        for spared in sorted({0, streamed // 4, streamed // 2, streamed} if self._disk else {0}):
+            base = replace(point, spared=spared)
+            limit = self._most_sequences(base)
+            counts = {limit, limit // 2, limit // 8, 1}
+            full = self.complete(replace(base, cpu_sequences=limit)) if limit else None
+            if full is not None:
+                counts |= {min(limit, n) for n in balance(full)}
+            yield from (replace(base, cpu_sequences=n) for n in counts if n > 0)
+
+    def _most_sequences(self, point: Point) -> int:
+        """That CPU memory holds beside the layers there."""
+        limit = self._job.batch or MOST_SEQUENCES
+        base = self._setting(replace(point, cpu_sequences=1), point.resident, 0)
+        if base is None:
+            return 0
+        # Beside no layer in CPU memory: how many rest there is settled afterwards.
+        base = replace(base, cpu=0, nvme=base.streamed) if self._disk else base
+        return most(
+            lambda n: self._need(replace(base, cpu_sequences=n)).cpu, self._budget.cpu, 1, limit
+        )
+
+    def neighbours(self, point: Point) -> Iterator[Point]:
+        """One variable changed."""
+        for step in (1, 2, 4, 8, 16):
+            for sign in (-step, step):
+                if self._job.batch is None and 0 <= point.resident + sign <= self._count:
+                    yield replace(point, resident=point.resident + sign)
+                if self._disk and point.cpu_sequences and point.spared + sign >= 0:
+                    yield replace(point, spared=point.spared + sign)
+        if point.cpu_sequences:
+            for step in sorted({1, 4, 16, max(1, point.cpu_sequences // 4)}):
+                for sequences in (point.cpu_sequences - step, point.cpu_sequences + step):
+                    if 0 < sequences <= (self._job.batch or MOST_SEQUENCES):
+                        yield replace(point, cpu_sequences=sequences)
+            yield replace(point, parts=3 - point.parts)
+        at = ROWS.index(point.rows)
+        yield from (replace(point, rows=rows) for rows in ROWS[max(0, at - 1) : at + 2])
+        yield replace(point, passes=point.passes * 2)
+        if point.passes > 1:
+            yield replace(point, passes=point.passes // 2)
+        yield from (replace(point, depth=depth) for depth in (1, 2) if depth != point.depth)
+
+    def complete(self, point: Point) -> Setting | None:
+        """The setting of `point` that fills the budgets; None where they cannot hold it."""
+        if point not in self._completed:
+            given = self._job.batch is not None
+            self._completed[point] = self._with_layers(point) if given else self._with_kv(point)
+        return self._completed[point]
+
+    def _with_layers(self, point: Point) -> Setting | None:
+        """A given batch: as many resident layers as the GPU holds."""
+        on_gpu = (self._job.batch or 0) - point.cpu_sequences
+        if on_gpu < 0:
+            return None
+        every = self._setting(point, self._count, on_gpu)
+        if every is not None and self._holds(every):
+            return every
+        low, high = point.resident, self._count - 1
+        best = None
+        while low <= high:
+            middle = (low + high) // 2
+            setting = self._setting(point, middle, on_gpu)
+            # A layer less on the GPU is one more in CPU memory or in files: those have their own.
+            if setting is None:
+                if self._disk:
+                    return None
+                low = middle + 1
+            elif self._holds(setting):
+                best, low = setting, middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    def _with_kv(self, point: Point) -> Setting | None:
+        """A batch to be chosen: as many sequences as the GPU holds beside the layers given."""
+        least = 0 if point.cpu_sequences else 1
+        setting = self._setting(point, point.resident, least)
+        if setting is None or not self._holds(setting):
+            return None
+        found = most(
+            lambda n: self._need(replace(setting, gpu_sequences=n)).device,
+            self._budget.device,
+            least,
+            MOST_SEQUENCES - point.cpu_sequences,
+        )
+        passes = min(point.passes, found + point.cpu_sequences)
+        parts = min(point.parts, found + point.cpu_sequences)
+        return replace(
+            setting, gpu_sequences=found, prefill_passes=passes, decode_micro_batches=parts
+        )
+
+    def _holds(self, setting: Setting) -> bool:
+        return self._need(setting).device <= self._budget.device
+
+    def _need(self, setting: Setting) -> Footprint:
+        return footprint(self._model, self._job, setting)
+
+    def _setting(self, point: Point, resident: int, on_gpu: int) -> Setting | None:
+        """With as few layers in files as CPU memory asks for and the point spares; None where CPU
+        memory cannot hold the rest.
+        """
+        streamed = self._count - resident
+        batch = on_gpu + point.cpu_sequences
+        rises = point.attention is CpuAttention.GPU and point.cpu_sequences > 0
+
+        def with_files(nvme: int) -> Setting:
+            return Setting(
+                weights=point.weights,
+                resident=resident,
+                cpu=streamed - nvme,
+                nvme=nvme,
+                depth=point.depth if rises else min(point.depth, max(0, streamed - 1)),
+                gpu_sequences=on_gpu,
+                cpu_sequences=point.cpu_sequences,
+                attention=point.attention if point.cpu_sequences else CpuAttention.NONE,
+                prefill_rows=point.rows,
+                prefill_passes=min(point.passes, max(1, batch)),
+                decode_micro_batches=min(point.parts, max(1, batch)),
+            )
+
+        def need(cpu_layers: int) -> int:
+            return self._need(with_files(streamed - cpu_layers)).cpu
+
+        if need(streamed) <= self._budget.cpu:
+            least = 0
+        elif not self._disk or need(0) > self._budget.cpu:
+            return None
+        else:
+            least = streamed - most(need, self._budget.cpu, 0, streamed - 1)
+        return with_files(min(streamed, least + point.spared) if self._disk else 0)
+
+
+def most(need: Callable[[int], int], limit: int, low: int, high: int) -> int:
+    """The largest number from `low` to `high` whose `need` is no more than `limit`.
+
+    `need` rises, nearly on a line, and that of `low` is within the limit.
+    """
+    at_low, at_high = need(low), need(high)
+    if at_high <= limit:
+        return high
+    step = 0
+    while high - low > 1:
+        step += 1
+        guess = low + (limit - at_low) * (high - low) // (at_high - at_low)
+        middle = (low + high) // 2 if step % 4 == 0 else min(max(guess, low + 1), high - 1)
+        found = need(middle)
+        if found <= limit:
+            low, at_low = middle, found
+        else:
+            high, at_high = middle, found
+    return low

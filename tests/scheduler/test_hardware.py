@@ -1,0 +1,129 @@
+"""A machine's rates as data: to a file and back, and what is asked of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import GIB, H200, machine
+
+from offload.scheduler.hardware import Curve, Hardware, HardwareError, Machine
+
+rates = st.floats(1e-9, 1e18)
+curves = st.dictionaries(st.integers(1, 1 << 20), rates, min_size=1, max_size=5).map(
+    lambda points: tuple(sorted(points.items()))
+)
+hardware = st.builds(
+    Hardware,
+    machine=st.builds(machine, st.text(), st.integers(0, 1 << 40), st.integers(0, 1 << 40)),
+    link_up=st.none() | rates,
+    disk=st.none() | rates,
+    matrix=st.dictionaries(st.text(), curves, max_size=3),
+    cpu_attention=st.just(()) | curves,
+    cpu_attention_by=st.text(),
+    launch=st.none() | rates,
+    absent=st.dictionaries(st.text(), st.text(), max_size=3),
+)
+
+
+@given(hardware)
+def test_a_file_gives_back_what_was_measured(found: Hardware) -> None:
+    assert Hardware.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_units_are_given_and_read() -> None:
+    kept = H200.as_dict()
+    assert kept["rates"]["link_up"] == {"value": 55e9, "unit": "B/s"}
+    assert kept["rates"]["matrix"]["unit"] == "FLOP/s"
+    kept["rates"]["link_up"] = {"value": 55, "unit": "GB/s"}
+    kept["rates"]["hbm"] = {"value": 4.39, "unit": "TB/s"}
+    kept["rates"]["launch"] = {"value": 3, "unit": "us"}
+    kept["rates"]["matrix"] = {"value": {"bfloat16": {"64": 1, "2": 0.5}}, "unit": "TFLOP/s"}
+    read = Hardware.from_dict(kept)
+    assert (read.link_up, read.hbm, read.launch) == pytest.approx((55e9, 4.39e12, 3e-6))
+    assert read.matrix == {"bfloat16": ((2, 0.5e12), (64, 1e12))}
+
+
+BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
+    (("machine",), None, "no description of a machine"),
+    (("format",), 0, "its format is 0, and this version reads 1"),
+    (("machine", "cores"), ..., "see 'cores'"),
+    (("rates", "speed"), {"value": 1.0, "unit": "B/s"}, "the rate 'speed' is none"),
+    (("rates", "disk"), 5e9, "'disk' is 5000000000.0, not a 'value' with a 'unit'"),
+    (("rates", "disk", "unit"), "GiB/s", "'disk' is in 'GiB/s'; its unit is B/s"),
+    (("rates", "launch", "unit"), "B/s", "its unit is s"),
+    (("rates", "disk", "value"), "fast", "'disk' has the value 'fast'"),
+    (("rates", "disk", "value"), -1, "disk is -1.0, not a number of B/s above zero"),
+    (("rates", "hbm", "value"), float("nan"), "hbm is nan"),
+    (("rates", "matrix", "value"), 3.0, "'matrix' has the value 3.0"),
+    (("rates", "matrix", "value", "bfloat16"), {"0": 1.0}, r"points \[0\], not rising from 1"),
+    (("rates", "cpu_attention", "value"), {"one": 1.0}, "'cpu_attention' has the value"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BROKEN)
+def test_a_damaged_description_is_one_clear_error(
+    path: tuple[str, ...], value: Any, message: str
+) -> None:
+    kept: Any = copy.deepcopy(H200.as_dict())
+    inner = kept
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    with pytest.raises(HardwareError, match=message):
+        Hardware.from_dict(kept)
+
+
+@pytest.mark.parametrize("junk", [None, 3, [], "x", {}, {"machine": 3}])
+def test_what_is_no_description(junk: Any) -> None:
+    with pytest.raises(HardwareError, match="no description of a machine"):
+        Hardware.from_dict(junk)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Machine)])
+def test_every_fact_of_a_machine_changes_the_fingerprint(name: str) -> None:
+    one = machine("H200", 141 * GIB, 128 * GIB)
+    other = replace(one, **{name: 7 if isinstance(getattr(one, name), int) else "another"})
+    assert one.fingerprint == machine("H200", 141 * GIB, 128 * GIB).fingerprint
+    assert one.fingerprint != other.fingerprint
+
+
+@given(curves, st.integers(1, 1 << 21))
+def test_a_rate_between_two_counts_of_rows_lies_between_theirs(curve: Curve, rows: int) -> None:
+    found = replace(H200, matrix={"float32": curve}).matrix_rate("float32", rows)
+    below = [y for x, y in curve if x <= rows]
+    above = [y for x, y in curve if x >= rows]
+    if not below:
+        assert found == pytest.approx(curve[0][1] * rows / curve[0][0])
+    elif not above:
+        assert found == curve[-1][1]
+    else:
+        low, high = sorted((below[-1], above[0]))
+        assert low * (1 - 1e-9) <= found <= high * (1 + 1e-9)
+
+
+def test_one_16_bit_type_stands_for_the_other() -> None:
+    assert H200.matrix_rate("float16", 8192) == 670e12
+    with pytest.raises(HardwareError, match="lack the matrix rate of float32: it was not measured"):
+        H200.matrix_rate("float32", 1)
+
+
+def test_attention_of_a_group_that_was_not_measured() -> None:
+    some = replace(H200, cpu_attention=((1, 80e9), (4, 60e9), (16, 20e9)))
+    assert [some.attention_rate(g) for g in (1, 2, 4, 7, 16, 64)] == [
+        80e9,
+        60e9,
+        60e9,
+        20e9,
+        20e9,
+        20e9,
+    ]
+    assert replace(H200, cpu_attention=()).attention_rate(1) is None
