@@ -10,8 +10,11 @@ import json
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+from offload.scheduler.hardware import Hardware
 
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy")
 
@@ -26,14 +29,76 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(execute=execute)
     parser.add_argument("--offload-folder", metavar="FOLDER", help="(default: the user's cache)")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the rates that plans are made from (under a minute), or show those kept of "
+        "this machine",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="with --measure: anew, though some are kept"
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="with --measure: where layers run (default: the GPU)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Look, and print."""
+    if not args.measure and (args.again or args.device):
+        raise ValueError("--again and --device go with --measure")
     found = collect(args.offload_folder)
-    print(json.dumps(found) if args.json else "\n".join(_lines(found)))
+    lines = _lines(found)
+    if args.measure:
+        hardware, file = _measure(args)
+        found |= {"hardware": hardware.as_dict(), "hardware_file": str(file)}
+        lines += [f"rates, kept in {file}:", *rate_lines(hardware)]
+    print(json.dumps(found) if args.json else "\n".join(lines))
     return 0
+
+
+def _measure(args: argparse.Namespace) -> tuple[Hardware, Path]:
+    from offload.config import OffloadConfig
+    from offload.measure.cache import measured_hardware
+
+    return measured_hardware(
+        args.offload_folder,
+        OffloadConfig(device=args.device).compute,
+        again=args.again,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+
+
+def rate_lines(hardware: Hardware) -> list[str]:
+    """The rates as people read them, and the reasons for those that are not there."""
+    plain = (
+        ("link up", hardware.link_up),
+        ("link down", hardware.link_down),
+        ("link up, both ways busy", hardware.link_up_both),
+        ("link down, both ways busy", hardware.link_down_both),
+        ("disk", hardware.disk),
+        ("memory of the compute device", hardware.hbm),
+        ("CPU memory read", hardware.host_read),
+        ("CPU memory read beside a full stream", hardware.host_read_beside),
+        ("that stream", hardware.link_beside),
+    )
+    lines = [f"  {name}: {rate / 1e9:.4g} GB/s" for name, rate in plain if rate is not None]
+    if hardware.cpu_attention:
+        by_group = ", ".join(f"{g}: {rate / 1e9:.4g}" for g, rate in hardware.cpu_attention)
+        lines.append(
+            f"  CPU attention, GB/s by queries a KV head: {by_group} (measured by "
+            f"{hardware.cpu_attention_by})"
+        )
+    for dtype, curve in hardware.matrix.items():
+        by_rows = ", ".join(f"{rows}: {rate / 1e12:.4g}" for rows, rate in curve)
+        lines.append(f"  products in {dtype}, TFLOP/s by rows: {by_rows}")
+    if hardware.launch is not None:
+        lines.append(f"  launch of a kernel: {hardware.launch * 1e6:.3g} us")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in hardware.absent.items():
+        reasons.setdefault(reason, []).append(name)
+    return lines + [f"  not measured: {', '.join(n)}: {r}" for r, n in reasons.items()]
 
 
 def collect(offload_folder: str | None = None) -> dict[str, Any]:
@@ -53,6 +118,7 @@ def collect(offload_folder: str | None = None) -> dict[str, Any]:
         "offload_folder": _folder(offload_folder),
         "io": aio.probe(),
         "kernels": _kernels(),
+        "host_kernels": _host_kernels(),
         "built": build_report(),
     }
 
@@ -62,6 +128,15 @@ def _kernels() -> dict[str, Any]:
 
     reason = why_not()
     return {"in_use": reason is None, "reason": reason}
+
+
+def _host_kernels() -> dict[str, Any]:
+    from offload.kernels.cores import worker_cpus
+    from offload.kernels.host_library import host_library, why_not_host
+
+    reason = why_not_host()
+    paths = () if reason else host_library().paths()
+    return {"in_use": reason is None, "reason": reason, "paths": paths, "cpus": worker_cpus()}
 
 
 def _version(package: str) -> str | None:
@@ -145,6 +220,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  {entry['backend']}: {use if entry['ok'] else entry['reason']}")
     kernels = found["kernels"]
     lines.append(f"kernels: {'in use' if kernels['in_use'] else 'none; ' + kernels['reason']}")
+    host = found["host_kernels"]
+    cores = f"{host['paths'][-1]}, {len(host['cpus'])} threads" if host["in_use"] else ""
+    lines.append(f"kernels on CPU cores: {cores or 'none; ' + host['reason']}")
     for part, reason in found["built"].items():
         lines.append(f"compiled part {part}: {'built' if reason is None else f'no; {reason}'}")
     if not found["built"]:

@@ -1,0 +1,153 @@
+"""Measures all that a machine has, in under a minute, and says why the rest is absent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.aio import AioError
+from offload.aio.bench.testfile import made
+from offload.errors import OffloadError
+from offload.kernels.host_library import why_not_host
+from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.host import GROUPS, HostMemory, rates_beside, read_rate
+from offload.measure.link import link_rates, stream_up
+from offload.measure.machine import this_machine
+from offload.measure.stream import measure_disk
+from offload.scheduler.hardware import Curve, Hardware
+
+DISK_BYTES = 512 << 20
+HBM_BYTES = 2 << 30
+BESIDE_SECONDS = 1.5
+WIDTH = 8192  # of the square weights that products are timed with
+ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+WARM_SECONDS = 3.0  # of products first, since boost clocks do not last
+Progress = Callable[[str], None]
+
+
+def measure_hardware(
+    device: torch.device, folder: str | os.PathLike[str], progress: Progress = lambda text: None
+) -> Hardware:
+    """Every rate of this machine: `device` computes, `folder` lies on the disk that is meant (it is
+    made where missing, and holds a test file meanwhile).
+    """
+    rates: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    steps: list[tuple[str, tuple[str, ...], Callable[[], dict[str, Any]]]] = [
+        ("disk", ("disk",), lambda: _disk(Path(folder))),
+        ("matrix products", ("matrix",), lambda: {"matrix": _matrix(device)}),
+        ("CPU memory", ("host_read", "cpu_attention"), _host),
+        ("memory of the compute device", ("hbm",), lambda: _hbm(device, rates)),
+    ]
+    if device.type == "cuda":
+        steps += [
+            (
+                "link",
+                ("link_up", "link_down", "link_up_both", "link_down_both"),
+                lambda: _link(device),
+            ),
+            ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
+            (
+                "CPU memory beside the link",
+                ("host_read_beside", "link_beside"),
+                lambda: _beside(device, rates),
+            ),
+        ]
+    else:
+        for name in _LINK:
+            absent[name] = f"no GPU: layers run on {device}"
+    for what, names, measure in steps:
+        progress(f"measuring: {what}")
+        try:
+            rates.update(measure())
+        except (OffloadError, AioError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            absent.update(dict.fromkeys(names, " ".join(str(error).split())[:300]))
+    return Hardware(machine=this_machine(folder, device), absent=absent, **rates)
+
+
+_LINK = (
+    "link_up",
+    "link_down",
+    "link_up_both",
+    "link_down_both",
+    "host_read_beside",
+    "link_beside",
+    "launch",
+)
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    folder = folder.expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    with made(str(folder), DISK_BYTES) as (path, nbytes):
+        return {"disk": measure_disk([path], nbytes)}
+
+
+def _hbm(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
+    """Where the CPU computes, its memory is the compute device's."""
+    if device.type == "cpu":
+        return {"hbm": rates["host_read"]} if "host_read" in rates else {}
+    free = torch.cuda.mem_get_info(device)[0]
+    return {"hbm": hbm_rates(device, min(HBM_BYTES, free // 4))[0]}
+
+
+def _matrix(device: torch.device) -> dict[str, Curve]:
+    if device.type == "cpu":
+        return {"float32": _curve(device, torch.float32, 1024, ROWS[:6], 0.1)}
+    product_rate([(WIDTH, WIDTH)], WIDTH, torch.bfloat16, device, WARM_SECONDS)
+    return {
+        str(dtype).removeprefix("torch."): _curve(device, dtype, WIDTH, rows, 0.3)
+        for dtype, rows in (
+            (torch.bfloat16, ROWS),
+            (torch.float16, ROWS),
+            (torch.float32, ROWS[1:-1:3]),
+        )
+    }
+
+
+def _curve(
+    device: torch.device, dtype: torch.dtype, width: int, rows: tuple[int, ...], seconds: float
+) -> Curve:
+    return tuple((n, product_rate([(width, width)], n, dtype, device, seconds)) for n in rows)
+
+
+def _link(device: torch.device) -> dict[str, Any]:
+    found = link_rates(device)
+    return {
+        "link_up": found.up,
+        "link_down": found.down,
+        "link_up_both": found.up_both,
+        "link_down_both": found.down_both,
+    }
+
+
+def _host() -> dict[str, Any]:
+    memory = HostMemory()
+    reader = memory.reader()
+    alone = read_rate(reader)
+    reason = why_not_host()
+    if reason is not None:
+        return {
+            "host_read": alone,
+            "cpu_attention": tuple((group, alone) for group in GROUPS[:1]),
+            "cpu_attention_by": f"{reader.how}: no host library ({reason})",
+        }
+    curve = tuple((group, read_rate(memory.attention(group))) for group in GROUPS)
+    return {
+        "host_read": alone,
+        "cpu_attention": curve,
+        "cpu_attention_by": memory.attention(1).how,
+    }
+
+
+def _beside(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
+    if "link_up" not in rates:
+        raise RuntimeError("the link's own rate could not be measured")
+    host, link = rates_beside(
+        HostMemory().reader(), lambda: stream_up(device, rates["link_up"], BESIDE_SECONDS)
+    )
+    return {"host_read_beside": host, "link_beside": link}

@@ -1,0 +1,132 @@
+"""CPU memory read by all cores, and attention over keys and values that lie there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from offload.kernels.host_attention import HostAttention
+from offload.kernels.host_library import why_not_host
+from offload.memory_limits import host_memory_available
+
+KV_HEADS, HEAD_DIM, LENGTH = 8, 128, 1024
+BYTES = 2 << 30  # of keys and values, at most: more than any cache of a CPU
+SECONDS = 0.5
+GROUPS = (1, 4, 8, 16)  # queries a KV head
+
+
+class Reader(Protocol):
+    """Something that reads the same bytes of memory again and again."""
+
+    how: str
+
+    def read(self) -> int:
+        """Read all once; the bytes that were read."""
+
+
+class PlainReader:
+    """A reduction by all of torch's threads, each with a run of memory of its own as in decode
+    attention. For machines without the host library.
+    """
+
+    how = "plain reads by torch"
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._words = memory.view(-1).view(torch.int64)
+
+    def read(self) -> int:
+        """Read all once; the bytes that were read."""
+        self._words.max()
+        return self._words.nbytes
+
+
+class AttentionReader:
+    """The host library's own walk over keys and values: nothing computed where `group` is 0."""
+
+    def __init__(self, cache: torch.Tensor, group: int) -> None:
+        keys, values = cache
+        batch, kv_heads, length, head_dim = keys.shape
+        query = torch.ones(batch, kv_heads * max(1, group), head_dim, dtype=cache.dtype)
+        self._call = HostAttention(
+            query,
+            keys,
+            values,
+            torch.empty_like(query),
+            length=torch.full((batch,), length, dtype=torch.int32),
+            scale=head_dim**-0.5,
+            read_only=group == 0,
+        )
+        self.how = "reads by the host library" if group == 0 else "the host library"
+
+    def read(self) -> int:
+        """Read all once; the bytes that were read."""
+        self._call.launch()
+        return self._call.bytes_read
+
+
+class HostMemory:
+    """Keys and values in CPU memory, touched, and ways to read them."""
+
+    def __init__(self, nbytes: int | None = None) -> None:
+        most = min(BYTES, host_memory_available() // 8) if nbytes is None else nbytes
+        sequence = 2 * KV_HEADS * LENGTH * HEAD_DIM * 2
+        shape = (2, max(1, most // sequence), KV_HEADS, LENGTH, HEAD_DIM)
+        self._cache = torch.empty(shape, dtype=torch.bfloat16).fill_(0.5)
+
+    def reader(self) -> Reader:
+        """Reads alone."""
+        if why_not_host() is not None:
+            return PlainReader(self._cache)
+        return AttentionReader(self._cache, 0)
+
+    def attention(self, group: int) -> Reader:
+        """Attention of `group` queries a KV head, or where there is no host library reads alone,
+        which no attention passes.
+        """
+        if why_not_host() is not None:
+            return PlainReader(self._cache)
+        return AttentionReader(self._cache, group)
+
+
+def read_rate(reader: Reader, seconds: float = SECONDS) -> float:
+    """Bytes per second over about `seconds`, after one reading that is not counted."""
+    reader.read()
+    done, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or not done:
+        done += reader.read()
+    return done / elapsed
+
+
+def rates_beside(reader: Reader, other: Callable[[], float]) -> tuple[float, float]:
+    """The reader's rate while `other` runs, and what `other` gave while the reader read."""
+    ended = threading.Event()
+    marks: list[tuple[float, int]] = []
+
+    def read() -> None:
+        reader.read()
+        done = 0
+        marks.append((time.perf_counter(), 0))
+        while not ended.is_set():
+            done += reader.read()
+            marks.append((time.perf_counter(), done))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        while not marks:
+            time.sleep(0.001)
+        start = time.perf_counter()
+        found = other()
+        stop = time.perf_counter()
+    finally:
+        ended.set()
+        thread.join()
+    inside = [mark for mark in marks if start <= mark[0] <= stop]
+    if len(inside) < 2:
+        raise RuntimeError("no two readings ended while the other work ran: it was too short")
+    (begin, before), (end, after) = inside[0], inside[-1]
+    return (after - before) / (end - begin), found
