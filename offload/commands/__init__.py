@@ -2,6 +2,6 @@
 needs it.
 """
 
-from offload.commands import bench, info, pack, run
+from offload.commands import bench, info, pack, plan, run
 
-COMMANDS = (run, pack, info, bench)
+COMMANDS = (run, pack, plan, info, bench)

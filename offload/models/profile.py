@@ -1,0 +1,133 @@
+"""From a transformers model whose weights need not be there to what the planner knows of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from offload.checkpoint import open_checkpoint
+from offload.errors import CheckpointError, UnsupportedError
+from offload.models.modules import find_layers, shared_parameters
+from offload.models.shape import ModelShape
+from offload.scheduler.model_profile import LayerProfile, ModelProfile
+
+_NATIVE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
+    """Counts and sizes of `model`, lazy or on the meta device; no weight is read.
+
+    Raises UnsupportedError for a model without layers or of another dtype than float32, float16
+    and bfloat16.
+    """
+    layers = find_layers(model)
+    inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+    shape = ModelShape.of(model.config)
+    query_width = _query_width(model.config, shape)
+    return ModelProfile(
+        name=name,
+        layers=tuple(_layer(layer, model.config) for layer in layers.values()),
+        native=_native(layers),
+        outside_bytes=sum(
+            s.tensor.nbytes for s in shared_parameters(model) if id(s.tensor) not in inside
+        ),
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        query_width=query_width,
+        kv_width=shape.kv_width,
+        group=max(1, 2 * query_width // max(1, shape.kv_width)),
+        vocabulary=shape.vocabulary,
+    )
+
+
+def config_profile(
+    config: PreTrainedConfig, name: str, dtype: torch.dtype | None = None
+) -> ModelProfile:
+    """Of a model that stands nowhere but in its config; `dtype` None is the config's own.
+
+    Raises UnsupportedError where transformers has no class for it.
+    """
+    cls: Any = next(
+        (c for n in config.architectures or () if (c := getattr(transformers, str(n), None))), None
+    )
+    if cls is None:
+        found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        if found is None:
+            raise UnsupportedError(
+                f"{name}: transformers {transformers.__version__} has no class for the model type "
+                f"{config.model_type!r} with architectures {config.architectures}"
+            )
+        cls = found[0] if isinstance(found, (list, tuple)) else found
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype or config.dtype or torch.float32)
+    return model_profile(model, name)
+
+
+def folder_profile(folder: Path, dtype: torch.dtype | None = None) -> ModelProfile:
+    """Of a checkpoint folder: its config, and the headers of its files only where that names no
+    dtype. Raises CheckpointError and UnsupportedError.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / 'config.json'} describes no model: {why}") from error
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedError(
+            f"{folder} is quantised; a plan needs the sizes of plain weights: name the folder or "
+            "the shape of the plain model, and the precision with --weights"
+        )
+    if dtype is None and config.dtype is None:
+        held = [extent.dtype for extent in open_checkpoint(folder).tensors.values()]
+        dtype = next((d for d in held if d in _NATIVE), None)
+    return config_profile(config, str(folder), dtype)
+
+
+def _query_width(config: PreTrainedConfig, shape: ModelShape) -> int:
+    text: Any = config.get_text_config(decoder=True)
+    head = getattr(text, "head_dim", None) or getattr(text, "d_kv", None)
+    return shape.heads * head if isinstance(head, int) else shape.hidden
+
+
+def expert_share(config: PreTrainedConfig) -> float:
+    """The share of a layer's experts that one token meets; 1 where it has none."""
+    text: Any = config.get_text_config(decoder=True)
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    experts = (
+        getattr(text, "num_local_experts", None)
+        or getattr(text, "num_experts", None)
+        or getattr(text, "n_routed_experts", None)
+    )
+    return min(1.0, chosen / experts) if experts else 1.0
+
+
+def _layer(layer: nn.Module, config: PreTrainedConfig) -> LayerProfile:
+    share = expert_share(config)
+    named = list(layer.named_parameters())
+    matrices = sum(p.numel() for _, p in named if p.ndim > 1)
+    return LayerProfile(
+        matrices=matrices,
+        others=sum(p.numel() for _, p in named) - matrices,
+        active=int(sum(p.numel() * (share if ".experts." in n else 1.0) for n, p in named)),
+        largest=max((p.numel() for _, p in named), default=0),
+        tensors=len(named),
+    )
+
+
+def _native(layers: dict[str, nn.Module]) -> str:
+    """The type of most of the weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for layer in layers.values():
+        for p in layer.parameters():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+    dtype = max(sizes, key=lambda d: sizes[d])
+    if dtype not in _NATIVE:
+        raise UnsupportedError(
+            f"the weights are {dtype}; plans are made for float32, float16 and bfloat16"
+        )
+    return _NATIVE[dtype]
