@@ -90,7 +90,9 @@ def _disk(folder: Path) -> dict[str, Any]:
 def _hbm(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     """Where the CPU computes, its memory is the compute device's."""
     if device.type == "cpu":
-        return {"hbm": rates["host_read"]} if "host_read" in rates else {}
+        if "host_read" not in rates:
+            raise RuntimeError("the CPU's memory, which is meant here, could not be measured")
+        return {"hbm": rates["host_read"]}
     free = torch.cuda.mem_get_info(device)[0]
     return {"hbm": hbm_rates(device, min(HBM_BYTES, free // 4))[0]}
 

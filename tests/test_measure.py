@@ -1,0 +1,166 @@
+"""Rates of the machine that the tests run on: plausible, kept, anew when it changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.errors import OffloadError
+from offload.measure import cache, compute, hardware, host, machine
+from offload.measure.cache import kept_hardware, measured_hardware, rates_file, read_hardware
+from offload.measure.hardware import measure_hardware
+from offload.measure.host import HostMemory, PlainReader, rates_beside, read_rate
+from offload.scheduler.hardware import HardwareError
+
+CPU = torch.device("cpu")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is measured as ever, but for a moment."""
+    monkeypatch.setattr(host, "BYTES", 16 << 20)
+    monkeypatch.setattr(host, "GROUPS", (1, 4))
+    monkeypatch.setattr(hardware, "GROUPS", (1, 4))
+    monkeypatch.setattr(hardware, "DISK_BYTES", 32 << 20)
+    monkeypatch.setattr(hardware, "ROWS", (1, 8, 64))
+    monkeypatch.setattr(compute, "TIMED_SECONDS", 0.01)
+    monkeypatch.setattr(read_rate, "__defaults__", (0.02,))
+
+
+def test_all_that_this_machine_has_is_measured(brief: None, tmp_path: Path) -> None:
+    steps: list[str] = []
+    found = measure_hardware(CPU, tmp_path / "new", steps.append)
+    assert found.host_read is not None and 1e8 < found.host_read < 1e13
+    assert found.disk is not None or "disk" in found.absent
+    assert found.hbm == found.host_read  # here the CPU's memory is the compute device's
+    assert [rows for rows, _ in found.matrix["float32"]] == [1, 8, 64]
+    assert found.matrix_rate("float32", 64) > 1e7
+    assert found.cpu_attention and found.cpu_attention_by
+    assert "measuring: disk" in steps
+    assert list((tmp_path / "new").iterdir()) == []  # the test file is gone
+    for name in ("link_up", "link_down_both", "host_read_beside", "launch"):
+        assert getattr(found, name) is None
+        assert found.absent[name] == "no GPU: layers run on cpu"
+
+
+def test_a_part_that_fails_is_absent_with_the_reason(
+    brief: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the drive is on fire")
+
+    monkeypatch.setattr(hardware, "measure_disk", fail)
+    monkeypatch.setattr(hardware, "read_rate", fail)
+    found = measure_hardware(CPU, tmp_path)
+    assert found.disk is None and found.absent["disk"] == "the drive is on fire"
+    assert found.host_read is None and found.absent["cpu_attention"] == "the drive is on fire"
+    assert found.hbm is None and "hbm" in found.absent
+    assert found.matrix["float32"]
+
+
+def test_rates_are_kept_until_the_machine_changes(
+    brief: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kept_hardware(tmp_path, CPU) is None
+    found, file = measured_hardware(tmp_path, CPU)
+    assert file == rates_file(tmp_path, CPU) and read_hardware(file) == found
+    assert file.stem == found.machine.fingerprint
+    measured: list[int] = []
+
+    def again(*args: object) -> object:
+        measured.append(1)
+        return measure_hardware(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache, "measure_hardware", again)
+    assert measured_hardware(tmp_path, CPU) == (found, file) and not measured
+    assert measured_hardware(tmp_path, CPU, again=True)[1] == file and len(measured) == 1
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(77)))
+    assert kept_hardware(tmp_path, CPU) is None
+    other, elsewhere = measured_hardware(tmp_path, CPU)
+    assert other.machine == replace(found.machine, cores=77) and elsewhere != file
+    assert len(measured) == 2 and file.exists()
+
+
+@pytest.mark.parametrize("junk", ["{", '{"machine": {}}'])
+def test_a_file_that_cannot_be_read_is_measured_anew(
+    brief: None, tmp_path: Path, junk: str
+) -> None:
+    file = rates_file(tmp_path, CPU)
+    file.parent.mkdir()
+    file.write_text(junk)
+    with pytest.raises(HardwareError, match=str(file)):
+        read_hardware(file)
+    assert kept_hardware(tmp_path, CPU) is None
+    found, _ = measured_hardware(tmp_path, CPU)
+    assert kept_hardware(tmp_path, CPU) == found
+
+
+def test_rates_of_another_machine_under_this_ones_name_are_not_taken(
+    brief: None, tmp_path: Path
+) -> None:
+    found, file = measured_hardware(tmp_path, CPU)
+    other = replace(found, machine=replace(found.machine, cpu="another"))
+    file.write_text(json.dumps(other.as_dict()))
+    assert kept_hardware(tmp_path, CPU) is None
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="is a file"):
+        measured_hardware(tmp_path / "file", CPU)
+
+
+def test_readers_read_all_of_it() -> None:
+    memory = HostMemory(8 << 20)
+    for reader in (memory.reader(), memory.attention(2)):
+        assert reader.read() >= 8 << 20
+    plain = PlainReader(torch.zeros(3, 1 << 20, dtype=torch.bfloat16))
+    assert plain.read() == 6 << 20
+    assert read_rate(plain, 0.01) > 1e8
+
+
+def test_rates_of_two_that_work_at_once() -> None:
+    """A reader of a known pace, beside something else."""
+
+    class Paced:
+        how = "by the clock"
+
+        def read(self) -> int:
+            time.sleep(0.01)
+            return 1000
+
+    def other() -> float:
+        time.sleep(0.2)
+        return 5.0
+
+    rate, found = rates_beside(Paced(), other)
+    assert found == 5.0 and 20_000 < rate <= 100_000
+    with pytest.raises(RuntimeError, match="too short"):
+        rates_beside(Paced(), lambda: 1.0)
+    with pytest.raises(OffloadError):  # what fails beside the reader ends the reader, too
+        rates_beside(Paced(), _fail)
+
+
+def _fail() -> float:
+    raise OffloadError("no")
+
+
+@GPU
+@pytest.mark.gpu
+def test_a_gpu_and_its_link(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    found = measure_hardware(torch.device("cuda"), tmp_path)
+    assert time.perf_counter() - start < 60
+    assert not found.absent
+    assert found.link_up and found.link_up_both and found.link_down and found.link_down_both
+    assert 0.3 < found.link_up_both / found.link_up < 1.05
+    assert found.host_read and found.host_read_beside and found.link_beside
+    assert 0.3 < found.link_beside / found.link_up < 1.05
+    assert found.matrix_rate("bfloat16", 8192) > 20 * found.matrix_rate("bfloat16", 16)
+    assert found.hbm and found.hbm > 3 * found.link_up
