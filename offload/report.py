@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from offload.scheduler.cost import Rates, predict_pass
+from offload.scheduler.cost import Rates, predict_busy, predict_pass
 from offload.scheduler.plan import Plan, Tier
 from offload.sizes import format_size
 
@@ -65,6 +65,17 @@ class Report:
         )
 
     @property
+    def busy(self) -> Mapping[str, float]:
+        """Seconds that link and disk work in one pass, as predicted from their rates."""
+        return predict_busy(self.plan, self.rates)
+
+    @property
+    def busy_shares(self) -> Mapping[str, float]:
+        """The same as shares of the median pass: what is left, each of them waited."""
+        median = self.median_seconds
+        return {n: s / median for n, s in self.busy.items()} if median else {}
+
+    @property
     def disk_bytes(self) -> int:
         """Weight bytes that rest in files."""
         return self.plan.weight_bytes(Tier.NVME)
@@ -101,6 +112,8 @@ class Report:
             "streamed_bytes": self.streamed_bytes,
             "rates": asdict(self.rates),
             "predicted_pass_seconds": self.predicted_seconds,
+            "predicted_busy_seconds": dict(self.busy),
+            "busy_shares": dict(self.busy_shares),
             "passes": self.passes,
             "median_pass_seconds": self.median_seconds,
             "loads": self.loads,
@@ -143,6 +156,11 @@ class Report:
             lines.append(f"  bound of a pass: {predicted * 1e3:.1f} ms ({self.rates})")
         if self.passes:
             lines.append(f"  {self.achieved}")
+            lines += [
+                f"  {name}: predicted to work {self.busy[name] * 1e3:.1f} ms of a pass, which is "
+                f"{share:.0%} of the median"
+                for name, share in self.busy_shares.items()
+            ]
         lines += [
             f"  {count} calls ran on transformers' modules: {reason}"
             for reason, count in self.unserved.items()

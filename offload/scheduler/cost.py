@@ -23,6 +23,17 @@ class Rates:
         return ", ".join(known) or "nothing measured"
 
 
+def predict_busy(plan: Plan, rates: Rates) -> dict[str, float]:
+    """Seconds that link and disk each work in one pass; without those that have nothing to do or
+    whose rate is unknown.
+    """
+    work = (
+        ("link", plan.streamed_bytes, rates.link),
+        ("disk", plan.weight_bytes(Tier.NVME), rates.disk),
+    )
+    return {name: nbytes / rate for name, nbytes, rate in work if nbytes and rate}
+
+
 def predict_pass(plan: Plan, rates: Rates) -> float | None:
     """Seconds that the weights of one pass need: the slower of disk and link, which work side by
     side.
@@ -32,4 +43,4 @@ def predict_pass(plan: Plan, rates: Rates) -> float | None:
     disk, link = plan.weight_bytes(Tier.NVME), plan.streamed_bytes
     if not link or rates.link is None or (disk and rates.disk is None):
         return None
-    return max(link / rates.link, disk / rates.disk if disk and rates.disk else 0.0)
+    return max(predict_busy(plan, rates).values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.scheduler.cost import Rates, predict_pass
+from offload.scheduler.cost import Rates, predict_busy, predict_pass
 from offload.scheduler.plan import Budget, LayerSize, Plan, Tier, Workload, fixed_plan
 
 GB = 10**9
@@ -40,6 +40,13 @@ def test_nothing_moves_or_a_rate_is_not_known() -> None:
     assert predict_pass(plan(*[Tier.CPU] * 4), Rates()) is None
     assert predict_pass(plan(*[Tier.NVME] * 4), Rates(link=GB)) is None
     assert predict_pass(plan(*[Tier.CPU] * 4), Rates(link=GB)) == 4.0
+
+
+def test_link_and_disk_each_for_what_they_move() -> None:
+    half = plan(Tier.CPU, Tier.NVME, Tier.DEVICE, Tier.NVME)
+    assert predict_busy(half, Rates(link=50 * GB, disk=5 * GB)) == {"link": 3 / 50, "disk": 2 / 5}
+    assert predict_busy(half, Rates(link=50 * GB)) == {"link": 3 / 50}
+    assert predict_busy(plan(*[Tier.CPU] * 4), Rates(disk=GB)) == {}
 
 
 def test_rates_as_text() -> None:
