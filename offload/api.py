@@ -25,6 +25,8 @@ from offload.models.hooked import PassOwner
 from offload.models.install import install
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
+from offload.models.quantized.forward import quantised_weights, scratch_bytes
+from offload.models.quantized.methods import read_method
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
@@ -107,7 +109,7 @@ def run(
 
     Raises:
         CheckpointError, MissingWeightError: damaged or incomplete files, before a weight is read.
-        UnsupportedError: a quantised checkpoint, or a model without layers.
+        UnsupportedError: a way of quantising that is not read, or a model without layers.
         BudgetError: memory or disk that cannot hold the least that is needed, with the numbers.
         ValueError, TypeError: an argument, by name and value.
     """
@@ -128,7 +130,7 @@ def run(
             _check_live(model, config, model_class, revision)
             return offload_built(model, None, config)
         folder = resolve_model(model, revision, trust_remote_code)
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, read_method)
         network = build_model(
             checkpoint,
             dtype=config.dtype,
@@ -212,6 +214,8 @@ def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[Mod
         if problem is not None:
             return None, f"the model's own modules: {problem}"
     try:
+        if any(True for _ in quantised_weights(network)):
+            raise CannotExpress("quantised weights")
         spec = describe(network)
     except CannotExpress as error:
         if asked:
@@ -296,7 +300,9 @@ def _reserve(network: PreTrainedModel, config: OffloadConfig, fused: bool) -> in
         return 0  # there the budget is one of weights
     shape = ModelShape.of(network.config)
     length = config.max_length or min(shape.max_length, DEFAULT_LENGTH)
-    return shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize, fused)
+    # A quantised weight stands whole while it is multiplied with.
+    scratch = scratch_bytes(network)
+    return scratch + shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize, fused)
 
 
 def _budget(config: OffloadConfig) -> Budget:

@@ -20,6 +20,7 @@ from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
+from offload.models.quantized.forward import quantised_weights
 from offload.report import Report
 from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
@@ -103,6 +104,9 @@ class Offload(NotCopied):
             notes.append(
                 f"{pageable} bytes could not be pinned ({reason}); copies from them are slower"
             )
+        quantised = sum(1 for _ in quantised_weights(self._parts.model))
+        if quantised:
+            notes.append(f"{quantised} weights are quantised, and dequantised where they are used")
         engine = self._engine
         if engine is not None and engine.graph_problem is not None:
             notes.append(engine.graph_problem)

@@ -21,6 +21,7 @@ from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
+from offload.models.quantized.methods import read_method
 from offload.store.folder import default_folder
 
 
@@ -82,13 +83,13 @@ class Subject:
         """The model with lazy weights."""
         if self.shape is not None:
             return random_model(shape_config(self.shape, self._random_dtype), self.device)
-        checkpoint = open_checkpoint(resolve_model(self.folder or ""))
+        checkpoint = open_checkpoint(resolve_model(self.folder or ""), read_method)
         return build_model(checkpoint, dtype=self.dtype or "auto")
 
     def offloaded(self, config: OffloadConfig) -> PreTrainedModel:
         """The model under offload; random weights go straight to their tier."""
         if self.folder is not None:
-            checkpoint = open_checkpoint(resolve_model(self.folder))
+            checkpoint = open_checkpoint(resolve_model(self.folder), read_method)
             return offload_built(build_model(checkpoint, dtype=config.dtype), checkpoint, config)
         return offload_built(self.build(), None, config)
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from offload.checkpoint.extent import Extent
 from offload.checkpoint.weight_files import (
     Format,
     WeightFiles,
-    check_not_quantised,
     find_weight_files,
+    quantization_of,
     read_config,
+    refuse_quantised,
 )
 from offload.errors import CheckpointError
 
@@ -32,6 +33,7 @@ class Checkpoint:
     files: tuple[tuple[str, int, int], ...]  # (path, size in bytes, mtime in ns)
     metadata: dict[str, Any] = field(default_factory=dict)  # of the index, else of the only file
     header_digest: str = ""  # of every header, the index and config.json
+    quantization: dict[str, Any] | None = None  # config.json's quantization_config
 
     @property
     def total_bytes(self) -> int:
@@ -53,17 +55,24 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
-def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+    folder: str | os.PathLike[str],
+    quantised: Callable[[Path, str, Any], object] = refuse_quantised,
+) -> Checkpoint:
     """The checkpoint in `folder`, after every check that needs no weights.
 
-    Raises UnsupportedError for a quantised checkpoint (before a weight file is touched) and
-    CheckpointError, naming the file, for anything missing, cut, or contradicting its own header.
+    Raises CheckpointError, naming the file, for anything missing, cut, or contradicting its own
+    header. Of a quantised checkpoint, `quantised` is asked before a weight file is touched: it is
+    given the folder, and the key and value of config.json that say how, and raises UnsupportedError
+    for what its caller cannot read (by default: anything).
     """
     folder = Path(os.path.abspath(folder))  # not resolved: messages should show the name as given
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; a checkpoint folder was expected")
     config = read_config(folder)
-    check_not_quantised(folder, config)
+    said = quantization_of(config)
+    if said is not None:
+        quantised(folder, *said)
     weights = find_weight_files(folder, config)
     digest = hashlib.sha256()
     for extra in (folder / "config.json", weights.index):
@@ -87,7 +96,15 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     _check_index(weights, tensors)
     if not tensors:
         raise CheckpointError(f"{folder}: its weight files hold no tensor")
-    return Checkpoint(folder, weights.format, tensors, tuple(files), metadata, digest.hexdigest())
+    return Checkpoint(
+        folder,
+        weights.format,
+        tensors,
+        tuple(files),
+        metadata,
+        digest.hexdigest(),
+        said[1] if said is not None else None,
+    )
 
 
 def _headers(

@@ -10,7 +10,7 @@ change they can be streamed from the original files, however many pieces they ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,6 +102,22 @@ class Deferred:
 
 
 @dataclass(frozen=True, slots=True)
+class Coded:
+    """A tensor that others are stored for: `decode` makes it of them, in the dtype that is wanted.
+
+    A cast is no operation on it but another dtype, so that it is rounded once.
+    """
+
+    parts: tuple[tuple[str, LazyTensor], ...]
+    decode: Callable[[Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        return self.decode({name: part.read() for name, part in self.parts}, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """How a view is taken: `func(tensor, *args, **kwargs)`, of several results the one wanted."""
 
@@ -146,7 +162,7 @@ class Changed:
         return whole
 
 
-Expression = Pieces | Held | Deferred | Changed
+Expression = Pieces | Held | Deferred | Coded | Changed
 
 
 def extents_of(expression: Expression) -> Iterator[Extent]:
@@ -348,6 +364,8 @@ def _same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
 def _to_copy(x: LazyTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is None or dtype == x.dtype:
         return LazyTensor(x.expression)
+    if isinstance(x.expression, Coded):
+        return LazyTensor(replace(x.expression, dtype=dtype))
     args = (LazyTensor(x.expression), dtype)  # device and pinning are the placement's business
     return LazyTensor(Deferred(torch.Tensor.to, args, {}, None, x.shape, dtype))
 

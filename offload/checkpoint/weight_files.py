@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from offload.errors import CheckpointError, UnsupportedError
 
@@ -47,19 +47,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def check_not_quantised(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse a quantised checkpoint by its method's name, before any weight file is touched."""
+def quantization_of(config: dict[str, Any]) -> tuple[str, Any] | None:
+    """What config.json says about quantised weights: the key, and what stands there."""
     parts = [config] + [value for value in config.values() if isinstance(value, dict)]
     for part in parts:  # a composite model keeps the entry in its text_config
         for key in ("quantization_config", "compression_config"):
-            entry = part.get(key)
-            if not entry:
-                continue
-            method = entry.get("quant_method") if isinstance(entry, dict) else None
-            raise UnsupportedError(
-                f"{folder} is quantised (config.json: {key}.quant_method = {method!r}), and this "
-                "version streams only plain weights; use the checkpoint in bf16, fp16 or fp32"
-            )
+            if part.get(key):
+                return key, part[key]
+    return None
+
+
+def refuse_quantised(folder: Path, key: str, entry: Any) -> NoReturn:
+    """Refuse a quantised checkpoint by its method's name."""
+    method = entry.get("quant_method") if isinstance(entry, dict) else None
+    raise UnsupportedError(
+        f"{folder} is quantised (config.json: {key}.quant_method = {method!r}), and this is for "
+        "plain weights only; use the checkpoint in bf16, fp16 or fp32"
+    )
 
 
 def find_weight_files(folder: Path, config: dict[str, Any]) -> WeightFiles:

@@ -22,6 +22,8 @@ from offload.checkpoint import Checkpoint
 from offload.checkpoint.lazy import LazyTensor
 from offload.checkpoint.weight_files import read_json
 from offload.errors import CheckpointError, MissingWeightError, OffloadError, UnsupportedError
+from offload.models.quantized.forward import keep_quantised
+from offload.models.quantized.read import lazy_state
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ def build_model(
     buffer is real.
 
     Names, merged experts, dtypes, ties and buffers come out as `from_pretrained` makes them, since
-    it is the one that runs. Raises MissingWeightError where a parameter would be left to chance,
+    it is the one that runs. Modules with quantised weights hold the stored tensors as parameters
+    (`keep_quantised`). Raises MissingWeightError where a parameter would be left to chance,
     CheckpointError where shapes differ.
     """
     folder = checkpoint.folder
@@ -55,7 +58,8 @@ def build_model(
     options: dict[str, Any] = {}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    state = {name: LazyTensor.of(extent) for name, extent in checkpoint.tensors.items()}
+    state = lazy_state(checkpoint, _dtype(config, dtype))
+    _forget_quantization(config)  # loading should see the weights that are stood for
     with _LOADING, _quiet_loading(), _blamed_on(folder / "config.json"):
         loaded: Any = _guarded(cls, folder).from_pretrained(
             None,
@@ -68,6 +72,7 @@ def build_model(
     model, info = loaded
     model.__class__ = cls
     _check(model, info, folder)
+    keep_quantised(model)
     model.config._name_or_path = model.name_or_path = str(folder)
     generation = folder / "generation_config.json"
     if model.can_generate() and generation.is_file():
@@ -75,6 +80,23 @@ def build_model(
         with _blamed_on(generation):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _dtype(config: PreTrainedConfig, asked: torch.dtype | str) -> torch.dtype | None:
+    """What the model's weights are to be, where that is said anywhere."""
+    if asked != "auto":
+        return getattr(torch, asked) if isinstance(asked, str) else asked
+    for part in (config, config.get_text_config(decoder=True)):
+        said = getattr(part, "dtype", None)
+        if isinstance(said, torch.dtype):
+            return said
+    return None
+
+
+def _forget_quantization(config: PreTrainedConfig) -> None:
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None and getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
 
 
 def _resolve_class(

@@ -138,7 +138,7 @@ def test_unaligned_offsets(variant_folder: Folder, tmp_path: Path, odd: int, tie
         assert torch.equal(output(model), want)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "mxfp4", "bitsandbytes", "fp8"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "aqlm", "hqq", "fbgemm_fp8", "nvfp4"])
 def test_quantised(single: Path, method: str) -> None:
     """Refused by name before a weight file is opened."""
     checkpoints.change_config(single, quantization_config={"quant_method": method, "bits": 4})

@@ -30,6 +30,8 @@ VARIANTS = {
         ("qwen3_moe", "Qwen3Moe", variants.QWEN_EXPERTS | {"moe_intermediate_size": 32}),
     )
 }
+GPT_OSS = variants.EXPERTS | variants.ALTERNATING | {"num_local_experts": 4, "sliding_window": 8}
+VARIANTS["gpt_oss"] = variants.Variant("GptOss", {**variants.HEAD_8, **SIZES, **GPT_OSS})
 VARIANTS["opt"] = variants.Variant(
     "OPT", variants.OPT | {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}
 )
@@ -73,7 +75,7 @@ def whole(folder: Path, quantization: Any, dtype: torch.dtype) -> dict[str, torc
     for name, tensor in stored.items():
         module, _, end = name.rpartition(".")
         scale = stored.get(f"{module}.weight_scale")
-        if scale is None:
+        if scale is None or end == "bias":
             found[name] = tensor
             continue
         if end not in ("weight", "weight_packed"):
@@ -95,7 +97,10 @@ def ends(stored: Mapping[str, torch.Tensor], module: str) -> list[str]:
 
 
 def plain_model(
-    source: Path, state: dict[str, torch.Tensor], folder: Path
+    source: Path,
+    state: dict[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> transformers.PreTrainedModel:
     """transformers' model of `source`'s configuration with the weights `state`."""
     from safetensors.torch import save_file
@@ -104,7 +109,11 @@ def plain_model(
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((source / "config.json").read_text())
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model.eval()
 
 
 def logits(model: nn.Module) -> torch.Tensor:

@@ -22,8 +22,8 @@ def describe_choice(choice: Choice) -> dict[str, Any]:
     named: dict[WeightFormat, list[str]] = {}
     for weight in choice.weights:
         if weight.wanted is not None:
-            names = choice.linear.get(weight.name, (weight.module,))
-            named.setdefault(weight.wanted.form, []).extend(names)
+            called = choice.linear.get(weight.name, (weight.module,))
+            named.setdefault(weight.wanted.form, []).extend(called)
     linear = {name for names in choice.linear.values() for name in names}
     main = max(named, key=lambda form: len(named[form]))
     groups = {}
