@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,12 +24,29 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 KERNELS = "offload.kernels._kernels"
+HOST_KERNELS = "offload.kernels._host_kernels"
 # GPUs that the kernels are compiled for; newer ones compile the last one's PTX when they load it.
 CUDA_ARCHITECTURES = ("80", "90")
+
+# Some files of the host library are compiled for more than the least x86-64: it looks what the CPU
+# has before it runs one. Never -march=native: what was built here may run elsewhere.
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+HOST_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-fno-exceptions"]
+HOST_FLAGS += ["-fno-rtti", "-fno-threadsafe-statics"]
+X86_PATHS = {
+    "path_avx2": AVX2,
+    "path_avx512": AVX512,
+    "path_avx512_bf16": [*AVX512, "-mavx512bf16"],
+}
 
 
 class CudaLibrary(Extension):
     """A plain C library that nvcc builds: no Python and no torch in it, so one file serves all."""
+
+
+class HostLibrary(Extension):
+    """A plain C library for the CPU: no Python, no torch, and nothing of libstdc++ at run time."""
 
 
 def compiled_parts() -> list[Extension]:
@@ -48,6 +67,13 @@ def compiled_parts() -> list[Extension]:
             sources=kernels,
             depends=sources("offload/kernels/csrc", "*.*h"),
             extra_compile_args=["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"],
+        ),
+        HostLibrary(
+            HOST_KERNELS,
+            sources=sources("offload/kernels/csrc/cpu", "*.cpp"),
+            depends=sources("offload/kernels/csrc/cpu", "*.h*"),
+            extra_compile_args=HOST_FLAGS,
+            extra_link_args=["-shared", "-pthread", "-static-libgcc", "-static-libstdc++"],
         ),
     ]
     return [part for part in parts if part.sources]
@@ -79,7 +105,7 @@ class BuildOptional(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         """Where the part lies in the package; a library's name tells no Python version."""
         *folders, name = fullname.split(".")
-        if name == KERNELS.rpartition(".")[2]:
+        if name in {library.rpartition(".")[2] for library in (KERNELS, HOST_KERNELS)}:
             return os.path.join(*folders, f"{name}.so")
         return super().get_ext_filename(fullname)
 
@@ -101,6 +127,8 @@ class BuildOptional(build_ext):
                 with stderr_to(log):
                     if isinstance(ext, CudaLibrary):
                         self._build_cuda(ext)
+                    elif isinstance(ext, HostLibrary):
+                        self._build_host(ext)
                     else:
                         self._build_python(ext)
             except Exception as error:
@@ -122,24 +150,40 @@ class BuildOptional(build_ext):
         nvcc = find_nvcc()
         if nvcc is None:
             raise RuntimeError("nvcc was not found (looked at $CUDACXX, $CUDA_HOME/bin, and PATH)")
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        objects = Path(self.build_temp) / "kernels"
-        objects.mkdir(parents=True, exist_ok=True)
         last = CUDA_ARCHITECTURES[-1]
         code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
         code.append(f"-gencode=arch=compute_{last},code=compute_{last}")
+        command = [nvcc, *ext.extra_compile_args, *code]
+        self._build_library(ext, dict.fromkeys(ext.sources, command), [nvcc, "-shared"])
+
+    def _build_host(self, ext: HostLibrary) -> None:
+        compiler = find_cxx()
+        if compiler is None:
+            raise RuntimeError(
+                "no C++ compiler was found (looked at $CXX, and for g++, c++, clang++)"
+            )
+        commands = host_commands(ext, compiler)
+        self._build_library(ext, commands, [*compiler, *ext.extra_link_args])
+
+    def _build_library(
+        self, ext: Extension, commands: dict[str, list[str]], link: list[str]
+    ) -> None:
+        """Compile each source by its command, several at a time, and link them."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        objects = Path(self.build_temp) / target.stem
+        objects.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
             made = objects / f"{Path(source).stem}.o"
             wanted = max(os.path.getmtime(path) for path in (source, "setup.py", *ext.depends))
             if self.force or not made.exists() or made.stat().st_mtime < wanted:
-                run_compiler([nvcc, *ext.extra_compile_args, *code, "-c", source, "-o", str(made)])
+                run_compiler([*commands[source], "-c", source, "-o", str(made)])
             return str(made)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            made = list(pool.map(compile_one, ext.sources))
-        run_compiler([nvcc, "-shared", *made, "-o", str(target)])
+            made = list(pool.map(compile_one, commands))
+        run_compiler([*link, *made, "-o", str(target)])
 
 
 def find_nvcc() -> str | None:
@@ -151,6 +195,26 @@ def find_nvcc() -> str | None:
     folders = [os.path.join(home, "bin") for home in homes if home]
     folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def host_commands(ext: Extension, compiler: list[str]) -> dict[str, list[str]]:
+    """How each source of the host library is compiled: `-c SOURCE -o OBJECT` is missing."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    commands = {}
+    for source in ext.sources:
+        path = X86_PATHS.get(Path(source).stem)
+        if path is None or x86:
+            commands[source] = [*compiler, *ext.extra_compile_args, *(path or [])]
+    return commands
+
+
+def find_cxx() -> list[str] | None:
+    """The C++ compiler's command."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["g++"], ["c++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    return None
 
 
 def run_compiler(command: list[str]) -> None:

@@ -6,6 +6,9 @@ a CPU it runs its reference. `offload.kernels.ops` has the same ops as `torch.op
 
 from offload.kernels.activation import Activation
 from offload.kernels.attention import DecodeAttention
+from offload.kernels.host_attention import HostAttention
+from offload.kernels.host_library import why_not_host
+from offload.kernels.host_pool import HostPool
 from offload.kernels.library import KernelError, why_not
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
@@ -14,10 +17,13 @@ from offload.kernels.rotary import QkvLayout, RotaryAppend
 __all__ = [
     "Activation",
     "DecodeAttention",
+    "HostAttention",
+    "HostPool",
     "KernelError",
     "Norm",
     "QkvLayout",
     "ResidualNorm",
     "RotaryAppend",
     "why_not",
+    "why_not_host",
 ]

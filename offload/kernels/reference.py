@@ -7,6 +7,7 @@ result is returned; float64 stays float64. Nothing here checks its arguments: th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -301,3 +302,68 @@ def decode_attention(
         total = total + torch.exp(sink - top)
     out = weights @ v / torch.where(total == 0, 1, total)
     return out.view(batch, heads, head_dim).to(query.dtype)
+
+
+def host_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    *,
+    length: torch.Tensor,
+    scale: float,
+    key_scales: Sequence[torch.Tensor] | None = None,
+    value_scales: Sequence[torch.Tensor] | None = None,
+    start: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> torch.Tensor:
+    """decode_attention of sequences with a cache each, [kv_heads, capacity, head_dim], and, where
+    these are int8, scales [kv_heads, capacity]; returns [batch, heads, head_dim].
+    """
+    out = torch.empty_like(query)
+    for b, pair in enumerate(zip(keys, values, strict=True)):
+        key, value = (x.to(wide(query).dtype) for x in pair)
+        if key_scales is not None and value_scales is not None:
+            key, value = key * key_scales[b][..., None], value * value_scales[b][..., None]
+        row = slice(b, b + 1)
+        out[row] = decode_attention(
+            query[row],
+            key[None],
+            value[None],
+            length=length[row],
+            scale=scale,
+            start=None if start is None else start[row],
+            slopes=slopes,
+            sinks=sinks,
+            softcap=softcap,
+            window=window,
+        )
+    return out
+
+
+def append_columns(
+    new: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+    length: torch.Tensor,
+) -> None:
+    """Write row b of `new`, [batch, kv_heads, head_dim], to column length[b] - 1 of the cache of
+    sequence b, [kv_heads, capacity, head_dim], as its dtype; int8 with scales [kv_heads, capacity].
+    """
+    for b, n in enumerate(length.tolist()):
+        if n < 1:
+            continue
+        if scales is None:
+            caches[b][:, n - 1] = new[b].to(caches[b].dtype)
+        else:
+            caches[b][:, n - 1], scales[b][:, n - 1] = quantize_rows(new[b])
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., n] as int8 and a float32 scale a row, [...]: x is about scale * int, symmetric."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    rounded = torch.where(scale[..., None] > 0, x / scale[..., None], 0).round()
+    return rounded.clamp(-127, 127).to(torch.int8), scale

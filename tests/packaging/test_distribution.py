@@ -21,6 +21,7 @@ BUILT = [
     "offload/_build.json",
     "offload/aio/_aio.cpython-311-x86_64-linux-gnu.so",
     "offload/aio/csrc/engine.o",
+    "offload/kernels/_host_kernels.so",
     "offload/kernels/_kernels.so",
     "offload/__pycache__/api.cpython-311.pyc",
     "build/lib/offload/stale.py",
@@ -104,9 +105,14 @@ def test_installs_without_compiler_and_says_why(installed: Path, tmp_path: Path)
     file, version, report = json.loads(out)
     assert Path(file).is_relative_to(installed)
     assert version == offload.__version__
-    assert report.keys() == {"offload.aio._aio", "offload.kernels._kernels"}
+    assert report.keys() == {
+        "offload.aio._aio",
+        "offload.kernels._host_kernels",
+        "offload.kernels._kernels",
+    }
     assert "No such file or directory" in report["offload.aio._aio"]
     assert "nvcc" in report["offload.kernels._kernels"]
+    assert "no C++ compiler" in report["offload.kernels._host_kernels"]
 
 
 def test_extension_is_compiled_where_a_compiler_is() -> None:

@@ -1,0 +1,208 @@
+// The attention of one work item, over the vectors of `Simd` (one of the simd_*.hpp).
+//
+// Each path includes this once. All of it has internal linkage and uses nothing of the C++ library,
+// so that no path's instructions end in another's code.
+//
+// An item's keys are read from end to end, then its values, each once for all queries of the group:
+// two plain streams, which is what memory gives most for. Lines ahead are asked for across the
+// seams between the two and between items, where the hardware would have to learn the stream anew.
+#pragma once
+#include <math.h>
+
+#include "products.hpp"
+
+namespace {
+
+using offload_host::Item;
+using offload_host::Job;
+using offload_host::part_floats;
+
+// Products of the query become weights of the values, tops and totals.
+void weigh(const Job& job, const Item& item, const Work& w) {
+    const OffloadHostAttention& c = job.call;
+    const int columns = item.end - item.begin;
+    const int64_t padded = (int64_t(columns) + kLanes - 1) / kLanes * kLanes;
+    const float last = float(job.end[item.row] - 1 - item.begin);
+    V lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = float(i);
+    for (int g = 0; g < w.group; g++) {
+        float* const scores = w.scores + g * w.padded_columns;
+        const float slope = c.slopes == nullptr ? 0 : c.slopes[item.head * w.group + g];
+        V top = all(-INFINITY);
+        for (int64_t t = 0; t < padded; t += kLanes) {
+            V score = Simd::load(scores + t) * c.scale;
+            const int some = t + kLanes <= columns ? kLanes : int(columns - t);
+            if (item.key_scales != nullptr)
+                score *= some == kLanes ? Simd::load(item.key_scales + t)
+                                        : load_some<F32>(item.key_scales + t, some);
+            if (c.softcap > 0) score = tangent(score / c.softcap) * c.softcap;
+            // Less what the last column would add: far out, float32 has no digits for both.
+            if (slope != 0) score += slope * (lane + (float(t) - last));
+            if (some < kLanes) score = lane < float(some) ? score : all(-INFINITY);
+            top = score > top ? score : top;
+            store(scores + t, score);
+        }
+        float most = -INFINITY;
+        for (int i = 0; i < kLanes; i++) most = top[i] > most ? top[i] : most;
+        const float zero = most == -INFINITY ? 0 : most;
+        V total = {};
+        for (int64_t t = 0; t < padded; t += kLanes) {
+            V weight = exponential(Simd::load(scores + t) - zero);
+            total += weight;
+            if (item.value_scales != nullptr)
+                weight *= t + kLanes <= columns
+                              ? Simd::load(item.value_scales + t)
+                              : load_some<F32>(item.value_scales + t, int(columns - t));
+            store(scores + t, weight);
+        }
+        w.tops()[g] = most;
+        w.totals()[g] = Simd::sum(total);
+    }
+}
+
+// The output of the item's queries from all parts of their sequence, in the parts' order.
+void merge(const Job& job, const Item& item, const Work& w, const float* parts) {
+    const OffloadHostAttention& c = job.call;
+    const int64_t stride = part_floats(job), tops = int64_t(w.group) * w.padded_dim;
+    const float last = float(job.end[item.row] - 1);
+    for (int g = 0; g < w.group; g++) {
+        const int head = item.head * w.group + g;
+        const float slope = c.slopes == nullptr ? 0 : c.slopes[head];
+        const float sink = c.sinks == nullptr ? -INFINITY : c.sinks[head] - slope * last;
+        float top = sink;
+        for (int p = 0; p < item.parts; p++) {
+            const float other = parts[p * stride + tops + g];
+            top = other > top ? other : top;
+        }
+        const float zero = top == -INFINITY ? 0 : top;
+        float total = exponential_of(sink - zero);
+        float* const sums = w.sums + int64_t(g) * w.padded_dim;
+        for (int p = 0; p < item.parts; p++) {
+            const float* const part = parts + p * stride;
+            const float factor = exponential_of(part[tops + g] - zero);
+            total += factor * part[tops + w.group + g];
+            const float* const from = part + int64_t(g) * w.padded_dim;
+            for (int d = 0; d < w.padded_dim; d += kLanes) {
+                const V sum = Simd::load(from + d) * factor;
+                store(sums + d, p == 0 ? sum : Simd::load(sums + d) + sum);
+            }
+        }
+        // Nothing is seen: all sums are zero. NaN stays.
+        store_output(job, item, g, sums, total == 0 ? 1.0f : 1.0f / total);
+    }
+}
+
+template <class Cache>
+void attend(Job& job, int worker) {
+    typedef const typename Cache::T* Rows;
+    const OffloadHostAttention& c = job.call;
+    Work w;
+    w.group = job.group;
+    w.dim = c.head_dim;
+    w.padded_dim = job.padded_dim;
+    w.padded_columns = (int64_t(job.chunk) + 15) / 16 * 16;
+    const int64_t matrix = int64_t(w.group) * w.padded_dim;
+    w.queries = job.scratch + worker * job.scratch_floats;
+    w.pairs = reinterpret_cast<uint16_t*>(w.queries + matrix);
+    w.sums = w.queries + 2 * matrix;
+    w.scores = w.sums + matrix + (2 * w.group + 15) / 16 * 16;
+    const int64_t row_bytes = int64_t(w.dim) * sizeof(typename Cache::T);
+
+    Ahead ahead(c);
+    Item item, next;
+    for (bool any = take(job, &item); any; item = next) {
+        append(job, item);
+        load_queries(job, item, w.queries);
+        if constexpr (Cache::pairs)
+            for (int g = 0; g < w.group; g++)
+                for (int d = 0; d < w.dim; d++) {
+                    uint32_t bits;
+                    __builtin_memcpy(&bits, w.queries + int64_t(g) * w.padded_dim + d, 4);
+                    w.pairs[int64_t(g) * w.dim + d] = uint16_t(bits >> 16);
+                }
+        const int columns = item.end - item.begin;
+        const int64_t bytes = columns * row_bytes;
+        ahead.enter(item.keys + bytes, item.values);
+        read_keys<Cache>(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
+        weigh(job, item, w);
+        __builtin_memset(w.sums, 0, size_t(matrix) * sizeof(float));
+        // The next item is taken as late as the lines ahead allow, so that no thread sits on one.
+        const int64_t tail = (ahead.distance() + row_bytes - 1) / row_bytes;
+        const int middle = tail < columns ? int(columns - tail) : 0;
+        ahead.enter(item.values + bytes, nullptr);
+        read_values<Cache>(w, reinterpret_cast<Rows>(item.values), 0, middle, ahead);
+        any = take(job, &next);
+        ahead.enter(item.values + bytes, any ? next.keys : nullptr);
+        read_values<Cache>(w, reinterpret_cast<Rows>(item.values), middle, columns, ahead);
+        if (item.parts == 1) {
+            merge(job, item, w, w.sums);
+            continue;
+        }
+        const int64_t floats = part_floats(job);
+        float* const first = job.partials + (item.index - item.part) * floats;
+        __builtin_memcpy(first + item.part * floats, w.sums, size_t(floats) * sizeof(float));
+        if (last_part(job, item)) merge(job, item, w, first);
+    }
+}
+
+// Adds up the words of what attend() would read, in the same order and with the same prefetches.
+void read_only(Job& job, int) {
+    const OffloadHostAttention& c = job.call;
+    const int64_t row_bytes = int64_t(c.head_dim) * offload_host::element_bytes(c.cache_dtype);
+    constexpr int64_t kStep = 8 * sizeof(Simd::W);
+    Ahead ahead(c);
+    Simd::W sums[8] = {};
+    uint64_t rest = 0;
+    const auto read = [&](const char* p, int64_t bytes) {
+        const char* const end = p + bytes;
+        for (; end - p >= kStep; p += kStep) {
+            ahead.touch(p, kStep);
+            for (int i = 0; i < 8; i++) {
+                Simd::W words;
+                __builtin_memcpy(&words, p + i * sizeof words, sizeof words);
+                sums[i] += words;
+            }
+        }
+        for (; p < end; p += 8) {
+            uint64_t word = 0;
+            __builtin_memcpy(&word, p, end - p < 8 ? size_t(end - p) : 8);
+            rest += word;
+        }
+    };
+    Item item, next;
+    for (bool any = take(job, &item); any; item = next) {
+        const int64_t bytes = (item.end - item.begin) * row_bytes;
+        ahead.enter(item.keys + bytes, item.values);
+        read(item.keys, bytes);
+        const int64_t tail = ahead.distance() < bytes ? ahead.distance() / kStep * kStep : 0;
+        ahead.enter(item.values + bytes, nullptr);
+        read(item.values, (bytes - tail) / kStep * kStep);
+        any = take(job, &next);
+        ahead.enter(item.values + bytes, any ? next.keys : nullptr);
+        const int64_t done = (bytes - tail) / kStep * kStep;
+        read(item.values + done, bytes - done);
+    }
+    for (int i = 0; i < 8; i++)
+        for (unsigned j = 0; j < sizeof(Simd::W) / 8; j++) rest += sums[i][j];
+    offload_host::add_checksum(job, rest);
+}
+
+void run(Job& job, int worker) {
+    if (job.call.read_only) return read_only(job, worker);
+#if defined(OFFLOAD_HOST_PAIRS)
+    if (job.call.cache_dtype == OFFLOAD_HOST_BF16 && job.call.query_dtype == OFFLOAD_HOST_BF16)
+        return attend<BF16Pairs>(job, worker);
+#endif
+    switch (job.call.cache_dtype) {
+        case OFFLOAD_HOST_F32:
+            return attend<F32>(job, worker);
+        case OFFLOAD_HOST_F16:
+            return attend<F16>(job, worker);
+        case OFFLOAD_HOST_BF16:
+            return attend<BF16>(job, worker);
+        default:
+            return attend<I8>(job, worker);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,8 @@
+// Any CPU: attend.hpp compiled for it.
+#include "simd_portable.hpp"
+//
+#include "attend.hpp"
+
+namespace offload_host {
+void run_portable(Job& job, int worker) { run(job, worker); }
+}  // namespace offload_host

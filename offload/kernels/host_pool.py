@@ -1,0 +1,90 @@
+"""The threads that compute on CPU cores: pinned, waiting for work, one job after another."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+
+from offload.kernels.cores import worker_cpus
+from offload.kernels.host_library import host_library
+
+__all__ = ["HostPool", "default_pool"]
+
+SPIN_US = 50
+
+
+class HostPool:
+    """Threads of the host library, each pinned to a CPU.
+
+    cpus: a thread on each (default: one on every physical core that the process may use, by
+    affinity and cgroup, but for `spare` ones; see cores.worker_cpus). Between jobs a thread spins
+    for `spin_us` microseconds and then sleeps. Jobs run in the order in which they were started,
+    from whichever Python thread. A process that was forked has none of the pool's threads: starting
+    something on it there raises KernelError, and `default_pool` makes a new one.
+
+    Raises KernelError where there is no host library or a CPU may not be used.
+    """
+
+    def __init__(
+        self,
+        cpus: Sequence[int] | None = None,
+        *,
+        spare: int | None = None,
+        spin_us: int = SPIN_US,
+    ) -> None:
+        self._library = host_library()
+        self.cpus = tuple(worker_cpus(spare) if cpus is None else cpus)
+        self.handle = self._library.pool_create(self.cpus, spin_us)
+        # At exit pools are closed only: a daemon thread may still hold one.
+        weakref.finalize(self, self._library.pool_destroy, self.handle).atexit = False
+        _open.add(self)
+
+    @property
+    def threads(self) -> int:
+        """How many there are."""
+        return len(self.cpus)
+
+    def close(self) -> None:
+        """Let what was started finish, and end the threads; the pool takes no more then."""
+        self._library.pool_close(self.handle)
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"HostPool(cpus={list(self.cpus)})"
+
+
+_open: weakref.WeakSet[HostPool] = weakref.WeakSet()
+_lock = threading.Lock()
+_default: HostPool | None = None
+
+
+def default_pool() -> HostPool:
+    """The process's own pool, made when it is first asked for."""
+    global _default
+    with _lock:
+        if _default is None:
+            _default = HostPool()
+        return _default
+
+
+def _close_all() -> None:
+    for pool in list(_open):
+        pool.close()
+
+
+def _forget() -> None:
+    """In a forked process: no thread came along, and whoever held the lock is not there."""
+    global _default, _lock
+    _default, _lock = None, threading.Lock()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget)
