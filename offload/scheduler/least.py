@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from offload.scheduler.footprint import footprint
 from offload.scheduler.hardware import Hardware
+from offload.scheduler.largest import largest
 from offload.scheduler.model_profile import ModelProfile
 from offload.scheduler.setting import CpuAttention, Job, Setting
 
@@ -18,9 +21,16 @@ def least_device(
     """Bytes of the compute device that the smallest plan takes where CPU memory holds `cpu`, and
     that plan; None where CPU memory is what lacks.
     """
+
+    def most_on_cpu(base: Setting) -> int:
+        def need(sequences: int) -> int:
+            return footprint(model, job, _with_cpu_sequences(base, sequences)).cpu
+
+        return largest(need, cpu, 1, base.batch) if need(1) <= cpu else 1
+
     found = [
         (need.device, setting)
-        for setting in _smallest(model, hardware, job, weights)
+        for setting in _smallest(model, hardware, job, weights, most_on_cpu)
         if (need := footprint(model, job, setting)).cpu <= cpu
     ]
     return min(found, key=lambda pair: pair[0], default=None)
@@ -30,9 +40,18 @@ def least_cpu(
     model: ModelProfile, hardware: Hardware, job: Job, weights: Sequence[str], device: int
 ) -> tuple[int, Setting] | None:
     """The same of CPU memory, where the compute device holds `device`."""
+
+    def fewest_on_cpu(base: Setting) -> int:
+        def need(on_gpu: int) -> int:
+            return footprint(model, job, _with_cpu_sequences(base, base.batch - on_gpu)).device
+
+        if need(0) > device:
+            return base.batch
+        return base.batch - largest(need, device, 0, base.batch - 1)
+
     found = [
         (need.cpu, setting)
-        for setting in _smallest(model, hardware, job, weights)
+        for setting in _smallest(model, hardware, job, weights, fewest_on_cpu)
         if (need := footprint(model, job, setting)).device <= device
     ]
     return min(found, key=lambda pair: pair[0], default=None)
@@ -49,37 +68,42 @@ def cpu_attentions(hardware: Hardware) -> tuple[CpuAttention, ...]:
 
 
 def _smallest(
-    model: ModelProfile, hardware: Hardware, job: Job, weights: Sequence[str]
+    model: ModelProfile,
+    hardware: Hardware,
+    job: Job,
+    weights: Sequence[str],
+    sequences: Callable[[Setting], int],
 ) -> Iterator[Setting]:
-    """Every setting that one of the two memories could be smallest with."""
+    """Every setting that one of the two memories could be smallest with. `sequences`: how many of
+    them rest in CPU memory where any do; memory rises and falls with that number on a line.
+    """
     count, batch = len(model.layers), job.batch or 1
-    same = len(set(model.layers)) == 1
-    for name in weights:
-        # Layers that are alike take no less room resident than in the slots that serve them all;
-        # where they may rest in CPU memory alone, each that does not rest there helps.
-        alone = hardware.disk is None
-        residents = range(count + 1) if not same or alone else (0, count)
-        for resident in residents:
-            streamed = count - resident
-            if streamed and hardware.link_up is None:
-                continue
-            for attention, sequences in _sequences(hardware, batch):
-                yield Setting(
-                    weights=name,
-                    resident=resident,
-                    cpu=streamed if alone else 0,
-                    nvme=0 if alone else streamed,
-                    depth=min(1, max(0, streamed - 1)),
-                    gpu_sequences=batch - sequences,
-                    cpu_sequences=sequences,
-                    attention=attention,
-                    prefill_rows=min(LEAST_ROWS, batch * job.prompt),
-                    prefill_passes=batch,
-                    decode_micro_batches=1,
-                )
+    # Layers that are alike take no less room resident than in the slots that serve them all; where
+    # what moves may rest in CPU memory alone, each that does not rest there helps.
+    alone = hardware.disk is None
+    residents = range(count + 1) if alone or len(set(model.layers)) > 1 else (0, count)
+    for name, resident in itertools.product(weights, residents):
+        streamed = count - resident
+        if streamed and hardware.link_up is None:
+            continue
+        base = Setting(
+            weights=name,
+            resident=resident,
+            cpu=streamed if alone else 0,
+            nvme=0 if alone else streamed,
+            depth=min(1, max(0, streamed - 1)),
+            gpu_sequences=batch,
+            cpu_sequences=0,
+            attention=CpuAttention.NONE,
+            prefill_rows=min(LEAST_ROWS, batch * job.prompt),
+            prefill_passes=batch,
+            decode_micro_batches=1,
+        )
+        yield base
+        for way in cpu_attentions(hardware):
+            there = replace(base, attention=way)
+            yield _with_cpu_sequences(there, sequences(there))
 
 
-def _sequences(hardware: Hardware, batch: int) -> Iterator[tuple[CpuAttention, int]]:
-    yield CpuAttention.NONE, 0
-    for way in cpu_attentions(hardware):
-        yield from ((way, n) for n in range(1, batch + 1))
+def _with_cpu_sequences(setting: Setting, sequences: int) -> Setting:
+    return replace(setting, gpu_sequences=setting.batch - sequences, cpu_sequences=sequences)

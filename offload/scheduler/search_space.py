@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.scheduler.footprint import Footprint, footprint
+from offload.scheduler.largest import largest
 from offload.scheduler.least import LEAST_ROWS
 from offload.scheduler.model_profile import ModelProfile
 from offload.scheduler.plan import Budget
@@ -81,7 +82,7 @@ class Space:
             return 0
         # Beside no layer in CPU memory: how many rest there is settled afterwards.
         base = replace(base, cpu=0, nvme=base.streamed) if self._disk else base
-        return most(
+        return largest(
             lambda n: self._need(replace(base, cpu_sequences=n)).cpu, self._budget.cpu, 1, limit
         )
 
@@ -143,7 +144,7 @@ class Space:
         setting = self._setting(point, point.resident, least)
         if setting is None or not self._holds(setting):
             return None
-        found = most(
+        found = largest(
             lambda n: self._need(replace(setting, gpu_sequences=n)).device,
             self._budget.device,
             least,
@@ -192,26 +193,5 @@ class Space:
         elif not self._disk or need(0) > self._budget.cpu:
             return None
         else:
-            least = streamed - most(need, self._budget.cpu, 0, streamed - 1)
+            least = streamed - largest(need, self._budget.cpu, 0, streamed - 1)
         return with_files(min(streamed, least + point.spared) if self._disk else 0)
-
-
-def most(need: Callable[[int], int], limit: int, low: int, high: int) -> int:
-    """The largest number from `low` to `high` whose `need` is no more than `limit`.
-
-    `need` rises, nearly on a line, and that of `low` is within the limit.
-    """
-    at_low, at_high = need(low), need(high)
-    if at_high <= limit:
-        return high
-    step = 0
-    while high - low > 1:
-        step += 1
-        guess = low + (limit - at_low) * (high - low) // (at_high - at_low)
-        middle = (low + high) // 2 if step % 4 == 0 else min(max(guess, low + 1), high - 1)
-        found = need(middle)
-        if found <= limit:
-            low, at_low = middle, found
-        else:
-            high, at_high = middle, found
-    return low
