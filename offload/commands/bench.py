@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
     benchmark.add_link_arguments(link)
     link.set_defaults(execute=benchmark.run_link)
     _add_kernels(benchmarks)
+    _add_host_attention(benchmarks)
 
 
 def _add_throughput(benchmarks: Any) -> None:
@@ -210,3 +211,67 @@ def _kernels(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
     return 1 if failed else 0
+
+
+def _add_host_attention(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "host-attention",
+        help="attention of decode steps on CPU cores, beside a plain read of the same bytes",
+        description="Attention on CPU cores over keys and values in CPU memory, on shapes of real "
+        "models, beside a read of the same bytes in the same pieces by the same threads.",
+    )
+    parser.set_defaults(execute=_host_attention)
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="TEXT", help="only those with TEXT in them"
+    )
+    parser.add_argument(
+        "--kv",
+        action="append",
+        default=[],
+        choices=("bf16", "fp16", "int8"),
+        help="keys and values (default: bf16); may be repeated",
+    )
+    parser.add_argument(
+        "--path", default="auto", metavar="NAME", help="portable, avx2, avx512, ..."
+    )
+    parser.add_argument("--spare", type=int, metavar="N", help="cores that are left free")
+    parser.add_argument("--sweep", action="store_true", help="every way to ask for lines ahead")
+    parser.add_argument(
+        "--beside-stream",
+        action="store_true",
+        help="while pinned copies run to the GPU at full rate, and their rate",
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="where those go (default: the GPU)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _host_attention(args: argparse.Namespace) -> int:
+    from offload.bench.host_attention import SHAPES, measure_host_attention
+    from offload.config import OffloadConfig
+    from offload.device import compute_device
+    from offload.kernels.host_library import PATHS, host_library
+    from offload.kernels.host_pool import HostPool
+
+    shapes = [s for s in SHAPES if all(text in s.name for text in args.shape)]
+    if not shapes:
+        known = ", ".join(shape.name for shape in SHAPES)
+        raise ValueError(f"--shape {args.shape[0]}: no shape is called so; there are {known}")
+    if args.path not in ("auto", *host_library().paths()):
+        known = ", ".join(host_library().paths())
+        what = "this CPU has no such path" if args.path in PATHS else "there is no such path"
+        raise ValueError(f"--path {args.path}: {what}; it can run {known}")
+    device = None
+    if args.beside_stream:
+        device = compute_device(OffloadConfig(device=args.device).compute)
+    with HostPool(spare=args.spare) as pool:
+        result = measure_host_attention(
+            shapes,
+            args.kv or ["bf16"],
+            pool=pool,
+            path=args.path,
+            sweep=args.sweep,
+            device=device,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    print(json.dumps(result.as_dict()) if args.json else result)
+    return 0

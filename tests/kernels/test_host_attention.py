@@ -19,6 +19,8 @@ from accuracy import DTYPES, assert_accurate, assert_untouched, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.bench import host_attention as bench
+from offload.device import compute_device
 from offload.kernels import host_library as host_module
 from offload.kernels import reference
 from offload.kernels.host_attention import HostAttention
@@ -510,6 +512,21 @@ def test_emulated_avx512(tmp_path: Path) -> None:
                             what = f"{path} {head_dim} {group} {cache} {query}"
                             check(a, what, path=path, pool=emulated)
     host_module._loaded.cache_clear()
+
+
+def test_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row reads all its bytes; a stream beside it copies some."""
+    monkeypatch.setattr(bench, "LEAST_BYTES", 100_000)
+    monkeypatch.setattr(bench, "TURN_SECONDS", 0.02)
+    monkeypatch.setattr(bench, "COPY_BYTES", 1 << 16)
+    shape = bench.Shape("tiny", 4, 2, 64, 3, 50)
+    result = bench.measure_host_attention([shape], ["bf16", "int8"], pool=pool(), sweep=True)
+    assert len(result.rows) == 2 * (2 + 3 * len(bench.DISTANCES))
+    assert all(row.attention > 0 and row.read > 0 for row in result.rows)
+    device = compute_device(torch.device("cpu"))
+    (row,) = bench.measure_host_attention([shape], ["bf16"], pool=pool(), device=device).rows
+    assert row.stream and row.stream_beside_attention and row.stream_beside_read
+    assert "tiny" in str(result)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,0 +1,248 @@
+"""Attention on CPU cores beside a plain read of the same bytes, and beside a weight stream."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from offload import aio
+from offload.bench.table import format_table, number
+from offload.device import ComputeDevice
+from offload.kernels.host_attention import HostAttention
+from offload.kernels.host_library import host_library
+from offload.kernels.host_pool import HostPool
+
+# More than the last-level cache, so that all is read from memory each time.
+LEAST_BYTES = 2 << 30
+ROUNDS = 5
+# A turn takes so long at least beside a stream, whose copies are counted whole.
+TURN_SECONDS = 0.25
+COPY_BYTES = 32 << 20  # of one copy of the stream; there are COPIES different ones
+COPIES = 64
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+DISTANCES = (1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's heads, and how many sequences of how many tokens decode at once."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sequences: int
+    tokens: int
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of the keys and values."""
+        elements = self.sequences * self.kv_heads * self.tokens * self.head_dim
+        return 2 * elements * dtype.itemsize
+
+
+SHAPES = (
+    Shape("opt-30b", 56, 56, 128, 80, 544),
+    Shape("llama-2-70b", 64, 8, 128, 80, 2048),
+    Shape("llama-2-7b", 32, 32, 128, 64, 544),
+    Shape("llama-2-70b one long", 64, 8, 128, 1, 32768),
+    Shape("llama-2-70b few", 64, 8, 128, 8, 544),
+)
+
+
+@dataclass
+class Measured:
+    """Rates in bytes per second."""
+
+    shape: str
+    dtype: str
+    prefetch: str
+    seconds: float  # of one call
+    attention: float
+    read: float  # the same bytes by the same threads, added up
+    stream: float | None = None  # copies to the device: alone, and beside the other two
+    stream_beside_attention: float | None = None
+    stream_beside_read: float | None = None
+
+
+@dataclass
+class HostAttentionResult:
+    """What was measured, and with what."""
+
+    path: str
+    cpus: Sequence[int]
+    rows: list[Measured] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, in plain types."""
+        return {**asdict(self), "cpus": list(self.cpus)}
+
+    def __str__(self) -> str:
+        head: tuple[str, ...] = ("shape", "KV", "prefetch", "ms", "GB/s", "read GB/s", "of read")
+        streamed = any(row.stream for row in self.rows)
+        if streamed:
+            head += ("stream", "beside it", "beside read")
+        table: list[tuple[str, ...]] = [head]
+        for row in self.rows:
+            cells = (
+                row.shape,
+                row.dtype,
+                row.prefetch,
+                number(row.seconds, 1e-3),
+                number(row.attention, 1e9),
+                number(row.read, 1e9),
+                f"{row.attention / row.read:.3f}",
+            )
+            rates = (row.stream, row.stream_beside_attention, row.stream_beside_read)
+            table.append(cells + tuple(number(x, 1e9) for x in rates) if streamed else cells)
+        title = f"{self.path} on {len(self.cpus)} threads, CPUs {list(self.cpus)}"
+        return "\n".join([title, *format_table(table)])
+
+
+def measure_host_attention(
+    shapes: Sequence[Shape],
+    dtypes: Sequence[str],
+    *,
+    pool: HostPool,
+    path: str = "auto",
+    sweep: bool = False,
+    device: ComputeDevice | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> HostAttentionResult:
+    """Each shape with each dtype; `sweep`: with every way to ask for lines ahead.
+
+    With a `device`, while copies run to it at full rate.
+    """
+    paths = host_library().paths()
+    result = HostAttentionResult(paths[-1] if path == "auto" else path, pool.cpus)
+    ahead = [("auto", 0)]
+    if sweep:
+        ahead += [("none", 0), *((to, n) for to in ("l1", "l2", "nta") for n in DISTANCES)]
+    with Stream(device) if device else contextlib.nullcontext() as stream:
+        for shape in shapes:
+            for dtype in dtypes:
+                nbytes = _layers(shape, DTYPES[dtype]) * shape.nbytes(DTYPES[dtype])
+                buffer = aio.alloc(nbytes, lock=False)
+                caches = _caches(shape, DTYPES[dtype], buffer)
+                for to, distance in ahead:
+                    options: dict[str, Any] = {"pool": pool, "path": path}
+                    options |= {"prefetch": to, "prefetch_distance": distance}
+                    calls = _calls(shape, caches, options)
+                    reads = _calls(shape, caches, {**options, "read_only": True})
+                    name = f"{to} {distance}" if distance else to
+                    row = _measure(calls, reads, stream, Measured(shape.name, dtype, name, 0, 0, 0))
+                    result.rows.append(row)
+                    say(f"{row.shape} {dtype} {name}: {row.attention / row.read:.3f} of read")
+                del caches, calls, reads
+                buffer.close()
+    return result
+
+
+def _measure(
+    calls: list[HostAttention], reads: list[HostAttention], stream: Stream | None, row: Measured
+) -> Measured:
+    found: dict[str, list[float]] = {"attention": [], "read": []}
+    streamed: dict[str, list[float]] = {"attention": [], "read": []}
+    if stream is not None:
+        with stream.measured() as rate:
+            time.sleep(0.5)
+        row.stream = rate()
+    for turn in range(ROUNDS + 1):
+        for kind, some in (("attention", calls), ("read", reads)):
+            with stream.measured() if stream else contextlib.nullcontext(lambda: 0.0) as rate:
+                start = time.perf_counter()
+                passes, seconds = 0, 0.0
+                while not passes or (stream and seconds < TURN_SECONDS):
+                    for call in some:
+                        call.launch()
+                    seconds = time.perf_counter() - start
+                    passes += 1
+                seconds /= passes
+            if turn:  # the first one warms up
+                found[kind].append(seconds)
+                streamed[kind].append(rate())
+    nbytes = sum(call.bytes_read for call in calls)
+    row.attention, row.read = (nbytes / statistics.median(found[k]) for k in ("attention", "read"))
+    row.seconds = statistics.median(found["attention"]) / len(calls)
+    if stream is not None:
+        row.stream_beside_attention = statistics.median(streamed["attention"])
+        row.stream_beside_read = statistics.median(streamed["read"])
+    return row
+
+
+def _layers(shape: Shape, dtype: torch.dtype) -> int:
+    return -(-LEAST_BYTES // shape.nbytes(dtype))
+
+
+def _caches(shape: Shape, dtype: torch.dtype, buffer: aio.AlignedBuffer) -> torch.Tensor:
+    """[layers, 2, sequences, kv_heads, tokens, head_dim]: as many layers as it takes."""
+    layers = _layers(shape, dtype)
+    sizes = (layers, 2, shape.sequences, shape.kv_heads, shape.tokens, shape.head_dim)
+    caches = buffer.tensor().view(dtype).view(sizes)
+    some = torch.randn(shape.tokens, shape.head_dim)
+    caches.copy_(some.mul(30).to(dtype) if dtype == torch.int8 else some)
+    return caches
+
+
+def _calls(shape: Shape, caches: torch.Tensor, options: dict[str, Any]) -> list[HostAttention]:
+    torch.manual_seed(0)
+    query = torch.randn(shape.sequences, shape.heads, shape.head_dim).bfloat16()
+    options = {**options, "scale": shape.head_dim**-0.5}
+    options["length"] = torch.full((shape.sequences,), shape.tokens, dtype=torch.int32)
+    if caches.dtype == torch.int8:
+        for name in ("key_scales", "value_scales"):
+            options[name] = torch.rand(shape.sequences, shape.kv_heads, shape.tokens)
+    return [
+        HostAttention(query, keys, values, torch.empty_like(query), **options)
+        for keys, values in caches
+    ]
+
+
+class Stream:
+    """Pinned copies to a device, one after another without a pause, by a thread of their own."""
+
+    def __init__(self, device: ComputeDevice) -> None:
+        self._device = device
+        self._buffer = aio.alloc(COPIES * COPY_BYTES, lock="auto")
+        source = self._buffer.tensor()
+        self._sources = [source[i * COPY_BYTES :][:COPY_BYTES] for i in range(COPIES)]
+        self._targets = [device.allocate(COPY_BYTES) for _ in range(2)]
+        self._done = 0
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        waiting = []
+        for i in range(1 << 62):
+            if self._stop:
+                break
+            self._device.copy(self._targets[i % 2], self._sources[i % COPIES])
+            waiting.append(self._device.copied())
+            if len(waiting) == 3:  # the link never waits for this thread
+                self._device.synchronize(waiting.pop(0))
+                self._done += 1
+        for event in waiting:
+            self._device.synchronize(event)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[Callable[[], float]]:
+        """Gives what tells the rate over the block, to a copy's length at both ends."""
+        done, start = self._done, time.perf_counter()
+        found: list[float] = []
+        yield lambda: found[0]
+        found.append((self._done - done) * COPY_BYTES / (time.perf_counter() - start))
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+        self._sources, self._targets = [], []
