@@ -37,7 +37,8 @@ class _Work:
     layers: tuple[float, ...]  # of one layer of each kind: GPU and CPU attention, as they join
     compute: float  # the same of all layers, and the head
     after: float  # the head
-    link: float  # bytes up, all layers, at the rate that holds while they move
+    rising: float  # bytes of keys and values that come up the link for each layer
+    link: float  # all that comes up, at the rate that holds while it moves
     disk: float
     down: float
     hbm: float
@@ -89,21 +90,18 @@ def _pass_time(model: ModelProfile, setting: Setting, work: _Work, exact: bool) 
 def _layer_times(model: ModelProfile, setting: Setting, work: _Work) -> list[LayerTime]:
     weights = weights_of(model, setting.precision)
     sizes, (moved, read) = weights.sizes, weights.moved(setting)
-    kv = _kv_up(model, setting)
-    total = moved + kv * len(sizes) * setting.cpu_sequences
+    total = moved + work.rising * len(sizes)
+    made: dict[tuple[int, Tier], LayerTime] = {}  # layers alike on one tier share theirs
     times = []
     for size, kind, tier in zip(sizes, weights.kind_of, setting.tiers(), strict=True):
-        up = (0 if tier is Tier.DEVICE else size) + kv * setting.cpu_sequences
-        disk = work.disk * size / read if tier is Tier.NVME else 0.0
-        times.append(LayerTime(work.layers[kind], work.link * up / total, disk))
+        if (kind, tier) not in made:
+            up = (0 if tier is Tier.DEVICE else size) + work.rising
+            disk = work.disk * size / read if tier is Tier.NVME else 0.0
+            made[kind, tier] = LayerTime(work.layers[kind], work.link * up / total, disk)
+        times.append(made[kind, tier])
     last = times[-1]
     times[-1] = LayerTime(last.compute + work.after, last.link, last.disk)
     return times
-
-
-def _kv_up(model: ModelProfile, setting: Setting) -> float:
-    """Whether keys and values rise, as bytes a token: only the share of each layer matters."""
-    return model.kv_bytes(setting.precision) if setting.attention is CpuAttention.GPU else 0
 
 
 def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) -> _Work:
@@ -118,7 +116,8 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     attention = kv * (batch - at_cpu) / hbm_rate
 
     moved, read = weights.moved(setting)
-    up = moved + (kv * (batch - on_gpu) * len(model.layers) if rises else 0)
+    rising = kv * (batch - on_gpu) if rises else 0.0
+    up = moved + rising * len(model.layers)
     exchange = at_cpu * (model.query_width + model.kv_width) * model.itemsize(setting.precision)
     link, cpu = _stream_beside_cpu(
         model, hardware, up, at_cpu * kv * len(model.layers), exchange * len(model.layers)
@@ -142,6 +141,7 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
         layers=tuple(layers),
         compute=compute + head,
         after=head,
+        rising=rising,
         link=link,
         disk=read / hardware.needed("disk") if read else 0.0,
         down=down / hardware.needed("link_down") if down else 0.0,
@@ -210,6 +210,7 @@ def _prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Se
         layers=tuple(layers),
         compute=compute + head,
         after=head,
+        rising=0.0,
         link=link,
         disk=read / hardware.needed("disk") if read else 0.0,
         down=link_down,

@@ -24,21 +24,23 @@ def pass_seconds(layers: Sequence[LayerTime], depth: int) -> float:
     """
     if not any(layer.link for layer in layers):
         return sum(layer.compute for layer in layers)
-    ends = []
+    ends = [0.0]
     disk = link = compute = 0.0
-    freed: list[float] = []  # when the layers that were loaded had been computed
+    freed = [0.0] * (depth + 1)  # when the layers loaded latest had been computed, in a ring
+    at = 0
     for _ in range(_PASSES):
         for layer in layers:
             if layer.link:
-                slot = freed[-depth - 1] if len(freed) > depth else 0.0
-                link = max(link, slot) + layer.link
+                slot = freed[at]
+                link = (link if link > slot else slot) + layer.link
                 there = link
                 if layer.disk:
                     # Chunks cross the link as they come, and other layers' copies between them.
                     disk = max(disk, slot) + layer.disk
                     there = max(link, disk)
-                compute = max(compute, there) + layer.compute
-                freed.append(compute)
+                compute = (compute if compute > there else there) + layer.compute
+                freed[at] = compute
+                at = at + 1 if at < depth else 0
             else:
                 compute += layer.compute
         ends.append(compute)

@@ -73,6 +73,21 @@ def test_keys_and_values_that_come_up_the_link() -> None:
     assert found.seconds == pytest.approx(found.busy["link up"], rel=0.02)
 
 
+def test_a_resident_layer_waits_for_its_keys_and_values_alone() -> None:
+    """Where the GPU computes long, only the loads of the layers that are in its way show."""
+    how = replace(
+        PLAIN, resident=47, cpu=1, gpu_sequences=0, cpu_sequences=100, attention=CpuAttention.GPU,
+    )  # fmt: skip
+    found = decode_pass(OPT_30B, H200, JOB, how)
+    kv = 100 * LENGTH * KV / 48
+    assert found.busy["link up"] == pytest.approx((LAYER + 48 * kv) / 55e9)
+    assert found.seconds == pytest.approx(found.busy["link up"], rel=0.02)
+    prefill = prefill_pass(OPT_30B, H200, JOB, how)
+    slow = prefill_pass(OPT_30B, replace(H200, link_up=1e9, link_up_both=1e9), JOB, how)
+    assert slow.busy["link up"] == pytest.approx(LAYER / 1e9)
+    assert slow.seconds == pytest.approx(prefill.seconds, rel=0.05)
+
+
 def test_prefill_is_bound_by_products_and_writes_keys_and_values_down() -> None:
     how = replace(PLAIN, gpu_sequences=25, cpu_sequences=75, attention=CpuAttention.CPU)
     found = prefill_pass(OPT_30B, H200, JOB, how)
