@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
 from offload.models.quantized.forward import quantised_weights, scratch_bytes
 from offload.models.quantized.methods import read_method
+from offload.models.quantized.wanted import Wishes
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
+from offload.packed import quantised_checkpoint
 from offload.scheduler.plan import (
     Budget,
     LayerSize,
@@ -61,6 +64,7 @@ def run(
     max_memory: Mapping[Any, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str = "auto",
+    quantization: str | Mapping[str, str] | None = None,
     engine: str = "auto",
     device: torch.device | str | int | None = None,
     prefetch: int | None = None,
@@ -96,6 +100,9 @@ def run(
             cast, a live model). Default: a cache folder of the user ($OFFLOAD_HOME). Nothing is
             ever written beside the checkpoint.
         dtype: "auto" (as from_pretrained), a torch dtype or its name.
+        quantization: a format for the weights of the layers, such as "int4" or "int8", or a dict
+            of patterns (see `offload.pack`): a plain checkpoint is quantised once into the
+            offload folder, and streamed from there. One that is quantised already needs nothing.
         engine: "transformers" (the model's own modules), "fused" (the layers as one block over
             the project's CUDA kernels; UnsupportedError where it cannot express the model), or
             "auto": fused where a GPU computes, the kernels library loads and the family is known.
@@ -124,20 +131,32 @@ def run(
         batch_size=batch_size,
         max_length=max_length,
     )
+    wishes = None if quantization is None else Wishes.of(quantization)
     # Tensors made in inference mode would be of no use outside of it.
     with torch.inference_mode(False):
         if isinstance(model, PreTrainedModel):
             _check_live(model, config, model_class, revision)
+            if wishes is not None:
+                raise ValueError(
+                    "quantization belongs to a folder or hub id, not to a live model: save it, and "
+                    "run its folder"
+                )
             return offload_built(model, None, config)
         folder = resolve_model(model, revision, trust_remote_code)
         checkpoint = open_checkpoint(folder, read_method)
-        network = build_model(
-            checkpoint,
+        build = partial(
+            build_model,
             dtype=config.dtype,
             model_class=model_class,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+        network = build(checkpoint)
+        if wishes is not None:
+            home = _pack_home(config)
+            checkpoint = quantised_checkpoint(network, checkpoint, wishes, home, config.compute)
+            network = build(checkpoint)
+            network.config._name_or_path = network.name_or_path = str(folder)
         return offload_built(network, checkpoint, config)
 
 

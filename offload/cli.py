@@ -87,7 +87,8 @@ def _one_line(error: Exception) -> str:
 def _plain_messages() -> None:
     """Warnings and log records are for people here: no file names, no line numbers."""
     logging.basicConfig(format="offload: %(message)s")
-    logging.getLogger("offload.store.pack").setLevel(logging.INFO)  # it may take minutes
+    for name in ("offload.store.pack", "offload.packed"):  # they may take minutes
+        logging.getLogger(name).setLevel(logging.INFO)
 
     def show(
         message: Warning | str,

@@ -1,17 +1,28 @@
-"""`offload.pack`: a checkpoint's weights, quantised once into a folder."""
+"""`offload.pack`: a checkpoint's weights, quantised once into a folder; and the folders that
+`offload.run(..., quantization=...)` makes for itself.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
-from offload.checkpoint import open_checkpoint, resolve_model
+from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from offload.errors import UnsupportedError
 from offload.models.build import build_model
+from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
 from offload.models.quantized.write import write_quantised
+from offload.sizes import format_size
+
+_log = logging.getLogger(__name__)
+SAY_EVERY = 5.0  # seconds, while a checkpoint is quantised
 
 
 def pack(
@@ -49,3 +60,43 @@ def pack(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return write_quantised(network, checkpoint, wishes, out, device=device, progress=progress)
+
+
+def quantised_checkpoint(
+    network: PreTrainedModel,
+    checkpoint: Checkpoint,
+    wishes: Wishes,
+    home: Path,
+    device: torch.device,
+) -> Checkpoint:
+    """`checkpoint`, on which the lazy `network` was built, quantised into a folder of `home`:
+    written once, used by every later run that asks for the same. The log tells how far it is.
+
+    Raises UnsupportedError for a checkpoint that is quantised already, else as `pack`.
+    """
+    if checkpoint.quantization is not None:
+        raise UnsupportedError(
+            f"{checkpoint.folder} is quantised already "
+            f"({checkpoint.quantization['quant_method']}); leave out quantization= to run it so"
+        )
+    folder = home / f"quantised-{checkpoint.fingerprint(quantization=wishes.key)}"
+    if not folder.is_dir():
+        try:
+            _log.info("quantising %s into %s", checkpoint.folder, folder)
+            write_quantised(network, checkpoint, wishes, folder, device=device, progress=_Log())
+        except FileExistsError:  # another process was quicker
+            if not folder.is_dir():
+                raise
+    return open_checkpoint(folder, read_method)
+
+
+class _Log:
+    """Progress that goes to the log, not too often."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + SAY_EVERY
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            _log.info("quantised %s of %s", format_size(done), format_size(total))
+            self._next = time.monotonic() + SAY_EVERY

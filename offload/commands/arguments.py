@@ -69,3 +69,36 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", default=None, metavar="DTYPE", help="float16, bfloat16, float32, ..."
     )
+
+
+def add_weights(parser: Any, required: bool = False) -> None:
+    """The arguments that say how weights are quantised."""
+    parser.add_argument(
+        "--weights",
+        required=required,
+        metavar="FORMAT",
+        help="int4 or int8 (groups of 64; also int4-g32, int4-g128, int4-channel; with zero points "
+        "int4-g64-zp; with ranges chosen by their error int4-g64-clip), fp8, fp8-block or mxfp4: "
+        "of the layers' Linears",
+    )
+    parser.add_argument(
+        "--weights-of",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="of modules in whose name the regular expression is found, heads and embeddings too; "
+        "'none' leaves them as they are; may be repeated, the first that is found decides",
+    )
+
+
+def quantization(args: argparse.Namespace) -> str | dict[str, str] | None:
+    """What `--weights` and `--weights-of` ask for, as `offload.run` takes it."""
+    if not args.weights_of:
+        return args.weights
+    found: dict[str, str] = {}
+    for text in args.weights_of:
+        pattern, equals, form = text.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"--weights-of {text!r} is not PATTERN=FORMAT, as in lm_head=int8")
+        found[pattern] = form
+    return found | ({"default": args.weights} if args.weights else {})

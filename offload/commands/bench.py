@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.aio import benchmark
+from offload.commands import quality
 from offload.commands.arguments import add_placement, positive, size
 
 
@@ -37,6 +38,7 @@ def add_parser(commands: Any) -> None:
     benchmark.add_link_arguments(link)
     link.set_defaults(execute=benchmark.run_link)
     _add_kernels(benchmarks)
+    quality.add_parser(benchmarks)
     _add_host_attention(benchmarks)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from offload.commands.arguments import add_weights, quantization
 from offload.sizes import format_size
 
 SAY_EVERY = 2.0  # seconds
@@ -29,39 +30,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--revision", metavar="REV", help="of a hub id")
     parser.add_argument("--trust-remote-code", action="store_true")
-
-
-def add_weights(parser: Any, required: bool = False) -> None:
-    """The arguments that say how weights are quantised."""
-    parser.add_argument(
-        "--weights",
-        required=required,
-        metavar="FORMAT",
-        help="int4 or int8 (groups of 64; also int4-g32, int4-g128, int4-channel; with zero points "
-        "int4-g64-zp; with ranges chosen by their error int4-g64-clip), fp8, fp8-block or mxfp4: "
-        "of the layers' Linears",
-    )
-    parser.add_argument(
-        "--weights-of",
-        action="append",
-        default=[],
-        metavar="PATTERN=FORMAT",
-        help="of modules in whose name the regular expression is found, heads and embeddings too; "
-        "'none' leaves them as they are; may be repeated, the first that is found decides",
-    )
-
-
-def quantization(args: argparse.Namespace) -> str | dict[str, str] | None:
-    """What `--weights` and `--weights-of` ask for, as `offload.run` takes it."""
-    if not args.weights_of:
-        return args.weights
-    found: dict[str, str] = {}
-    for text in args.weights_of:
-        pattern, equals, form = text.rpartition("=")
-        if not equals or not pattern:
-            raise ValueError(f"--weights-of {text!r} is not PATTERN=FORMAT, as in lm_head=int8")
-        found[pattern] = form
-    return found | ({"default": args.weights} if args.weights else {})
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.commands.arguments import add_placement, memory, positive
+from offload.commands.arguments import add_placement, add_weights, memory, positive, quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +45,7 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print one JSON object, when done, instead of the text"
     )
     add_placement(parser)
+    add_weights(parser.add_argument_group("quantisation of a plain checkpoint"))
     parser.add_argument(
         "--engine",
         default="auto",
@@ -119,6 +120,7 @@ def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
         max_memory=dict(args.max_memory or ()),
         offload_folder=args.offload_folder,
         dtype=args.dtype or "auto",
+        quantization=quantization(args),
         device=args.device,
         prefetch=args.prefetch,
         engine=args.engine,

@@ -91,7 +91,10 @@ def write_quantised(
     partial = out.with_name(out.name + ".partial")
     check_folder(partial)
     with lock(partial, "pack"):
-        _refuse_existing(out)  # another process may have written it while this one waited
+        if os.path.lexists(out):  # another process wrote it while this one waited
+            if [f.name for f in partial.iterdir()] == ["pack.lock"]:
+                shutil.rmtree(partial)
+            _refuse_existing(out)
         remove_temporaries(partial)
         _begin(partial, checkpoint.fingerprint(wishes=wishes.key, pack=_VERSION))
         missing = {

@@ -1,0 +1,67 @@
+"""`offload bench quality`: perplexity of a text under a plain and a quantised model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from offload.commands.arguments import add_placement, add_weights, positive, quantization
+
+
+def add_parser(benchmarks: Any) -> None:
+    """Add this benchmark to those of the program."""
+    parser = benchmarks.add_parser(
+        "quality",
+        help="perplexity of a text, plain and quantised",
+        description="Perplexity of a text under MODEL and under the same weights quantised, and "
+        "their difference.",
+    )
+    parser.set_defaults(execute=execute)
+    parser.add_argument("model", metavar="MODEL", help="a plain checkpoint folder, or a hub id")
+    parser.add_argument("--text", required=True, metavar="FILE", help="the text, in UTF-8")
+    add_weights(parser)
+    parser.add_argument(
+        "--against", metavar="FOLDER", help="a quantised folder, in place of --weights"
+    )
+    parser.add_argument(
+        "--window", type=positive, default=1024, metavar="N", help="tokens that see each other"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help="of the text (default: all of it)"
+    )
+    add_placement(parser)
+    parser.add_argument("--offload-folder", metavar="FOLDER", help="for the quantised weights")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure, and print."""
+    try:
+        text = Path(args.text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.text} is not UTF-8 text: {error}") from error
+
+    from transformers.utils import logging
+
+    from offload.bench.quality import measure_quality
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    result = measure_quality(
+        args.model,
+        text,
+        quantization(args),
+        against=args.against,
+        window=args.window,
+        tokens=args.tokens,
+        device_map=args.device_map,
+        device=args.device,
+        dtype=args.dtype or "auto",
+        prefetch=args.prefetch,
+        offload_folder=args.offload_folder,
+        engine="transformers",
+    )
+    print(json.dumps(result.as_dict()) if args.json else result)
+    return 0
