@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,11 @@ PROMPT = (64, 512)  # sequences, tokens: everything is larger than 256 MB
 QUICK_PROMPT = (32, 512)
 TINY_PROMPT = (2, 3)  # for a CPU
 # What the C header's packs_per_thread and variant may be.
-NORM_VARIANTS = (0, 1, 2, 4, 21, 22, 24, 32, 34, 42, 44)
-ROTARY_VARIANTS = (0, 1, 12, 13, 14, 22, 23, 24)
+NORM_VARIANTS = (0, 1, 2, 4, 102, 104, 204, 404, 504, 24, 124, 224, 222)
+ROTARY_VARIANTS = (0, 1, 101, 201, 12, 212, 22, 122, 222, 322, 23, 223)
 SPARE = 16  # columns that a cache has beyond the tokens
+COLUMN = 3  # where the tokens go
+PATTERN = "pattern"  # the peer that only copies, see streams.py
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -46,7 +49,8 @@ def sweep(device: torch.device) -> None:
     rates = Rates.measure(device, 0.3)
     print(f"shares of copy, {rates.copy / 1e12:.3f} TB/s")
     many = PROMPT[0] * PROMPT[1]
-    norms = [(norm, many) for norm in NORMS] + [(NORMS[0], rows) for rows in (2048, 1024, 512)]
+    norms = [(norm, many if norm.width > 1024 else 4 * many) for norm in NORMS]
+    norms += [(NORMS[0], rows) for rows in (2048, 1024, 512)]
     _sweep(device, rates, NORM_VARIANTS, (norm.case(device, n, NORM_VARIANTS) for norm, n in norms))
     rotaries = [(rotary, PROMPT) for rotary in ROTARIES]
     rotaries += [(ROTARIES[0], (batch, 1)) for batch in (2048, 1024, 512)]
@@ -64,10 +68,18 @@ def sweep(device: torch.device) -> None:
 def _sweep(
     device: torch.device, rates: Rates, variants: Sequence[int], cases: Iterable[Case]
 ) -> None:
-    print("".join(f"{variant:>6}" for variant in variants), "  variant, 0: the library's choice")
+    print("  copy" + "".join(f"{each:>6}" for each in variants), "  copy: no math; 0: our choice")
     for case in cases:
-        took = seconds(list(case.peers.values()), device, case.copies, rounds=5)
-        shares = "".join(f"{rates.bound(case) / each:6.3f}" for each in took)
+        ways = dict(case.peers)
+        try:
+            if PATTERN in ways:
+                ways[PATTERN](0)
+        except Exception as error:  # Triton needs a compiler: ours have none to wait for
+            print(f"no copy of the pattern: {type(error).__name__}: {error}")
+            del ways[PATTERN]
+        missing = "" if PATTERN in ways else "     -"
+        took = seconds(list(ways.values()), device, case.copies, rounds=5)
+        shares = missing + "".join(f"{rates.bound(case) / each:6.3f}" for each in took)
         print(f"{shares}  {case.op} {case.shape}", flush=True)
 
 
@@ -86,6 +98,15 @@ def _variants(
         return run
 
     return {str(variant): way(variant) for variant in variants}
+
+
+def _pattern(device: torch.device, copy: str, *arguments: Any) -> dict[str, Callable[[int], Any]]:
+    """The copy of streams.py of that name as a peer, where there is a GPU and Triton."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return {}
+    from offload.bench.kernels import streams
+
+    return {PATTERN: streams.of_copies(getattr(streams, copy), *arguments)}
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -154,6 +175,16 @@ class Rows:
             for i in range(count)
         ]
 
+        # A pair a stream: what is read, and what is written.
+        read = [branches[0], residual, *branches[1:]] if branches else [residual]
+        written = [residual, *outs] if branches else outs
+        pattern = _pattern(
+            device,
+            "copy_streams",
+            list(zip(*read, strict=True)),
+            list(zip(*written, strict=True)),
+        )
+
         def eager(total: torch.Tensor, *added: torch.Tensor) -> Any:
             for j, branch in enumerate(added):
                 if j == 0:
@@ -173,8 +204,10 @@ class Rows:
             bytes=tensors * size,
             flop=0.0,
             ours=launches(calls),
-            peers=_variants(calls, "packs_per_thread", variants)
-            or _peers(eager, residual, *branches),
+            peers=pattern
+            | (
+                _variants(calls, "packs_per_thread", variants) or _peers(eager, residual, *branches)
+            ),
             copies=count,
         )
 
@@ -268,7 +301,9 @@ class Heads:
         if self.rotary_dim:
             angles = torch.rand(1, tokens, self.rotary_dim // 2, device=device)
             cos, sin = angles.cos(), angles.sin()
-        column = torch.full((1,), 3, dtype=torch.int32, device=device)
+        layouts, columns = [layout] * count, [COLUMN] * count
+        pattern = _pattern(device, "split_heads", qkv, layouts, queries, keys, values, columns)
+        column = torch.full((1,), COLUMN, dtype=torch.int32, device=device)
         calls = [
             RotaryAppend(
                 qkv[i],
@@ -315,8 +350,8 @@ class Heads:
             else:
                 parts = x.split([n * d for n in (self.heads, self.kv_heads, self.kv_heads)], -1)
                 q, k, v = (part.view(batch, tokens, -1, d) for part in parts)
-            key[:, :, 3 : 3 + tokens] = turned(k).transpose(1, 2)
-            value[:, :, 3 : 3 + tokens] = v.transpose(1, 2)
+            key[:, :, COLUMN : COLUMN + tokens] = turned(k).transpose(1, 2)
+            value[:, :, COLUMN : COLUMN + tokens] = v.transpose(1, 2)
             return turned(q)
 
         what = [f"{self.heads}/{self.kv_heads} x {self.head_dim}", f"rotary {self.rotary_dim}"]
@@ -328,7 +363,8 @@ class Heads:
             bytes=size,
             flop=0.0,
             ours=launches(calls),
-            peers=_variants(calls, "variant", variants) or _peers(eager, qkv, keys, values),
+            peers=pattern
+            | (_variants(calls, "variant", variants) or _peers(eager, qkv, keys, values)),
             copies=count,
         )
 

@@ -87,16 +87,51 @@ __device__ __forceinline__ Pack<T, N> from_floats(const float* x) {
     return pack;
 }
 
+// For what is written once, and is not to push out of L2 what will be read.
+template <typename T, int N>
+__device__ __forceinline__ void store_once(T* to, const Pack<T, N>& x) {
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(Pack<T, N>) == 16) {
+        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.words[0]),
+                     "r"(x.words[1]), "r"(x.words[2]), "r"(x.words[3])
+                     : "memory");
+        return;
+    }
+#endif
+    store<T, N>(to, x);
+}
+
 // Whether packs of N elements may be moved at this address (null: nothing is moved).
 template <typename T, int N>
 inline bool aligned(const void* p) {
     return reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) == 0;
 }
 
+template <typename T, int N>
+__device__ __forceinline__ void add_to(float* x, const T* from) {
+    float other[N];
+    to_floats(load<T, N>(from), other);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += other[i];
+}
+
+// Over the lanes of a head, a power of two; every thread of the warp takes part.
+__device__ __forceinline__ float sum_of_head(float x, int lanes) {
+    for (int step = lanes / 2; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
 // Brings a line that is read after the wait for the previous kernel closer, at no register's cost.
 __device__ __forceinline__ void prefetch(const void* from) {
 #ifdef __CUDA_ARCH__
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
+}
+
+// The same for `bytes` of it, one thread for all; address and bytes are multiples of 16.
+__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 
@@ -187,10 +222,32 @@ int by_dtype(const char* op, int dtype, F f) {
     }
 }
 
+// A division by what the host knows, of n below 2^31: a product instead of some twenty
+// instructions.
+struct Divisor {
+    int by, shift;
+    uint32_t factor;
+
+    explicit Divisor(int by = 1) : by(by), shift(0), factor(0) {
+        if (by == 1) return;
+        int log2 = 0;
+        while ((1ll << log2) < by) ++log2;
+        shift = log2 - 1;  // 2^(31 + log2) / by, rounded up, has 32 bits
+        factor = static_cast<uint32_t>(((1ull << (31 + log2)) + by - 1) / by);
+    }
+
+    __device__ __forceinline__ int operator()(int n) const {
+        const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor;
+        return by == 1 ? n : static_cast<int>(static_cast<uint32_t>(product >> 32) >> shift);
+    }
+};
+
 inline bool known_norm(const OffloadNorm& norm) {
     return norm.kind == OFFLOAD_NORM_NONE || norm.kind == OFFLOAD_NORM_LAYER ||
            norm.kind == OFFLOAD_NORM_RMS;
 }
+
+inline __host__ __device__ int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // How a kernel of blocks that stay, with a ring of rows on their way, is launched.
 struct RingFit {

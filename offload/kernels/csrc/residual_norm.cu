@@ -3,6 +3,7 @@
 // mean that is known: LayerNorm holds its accuracy where the mean is large. Rows that are too wide,
 // of an odd width, or not aligned take several passes over memory instead, by the same arithmetic.
 #include "residual_norm.cuh"
+#include "residual_norm_plain.cuh"
 #include "residual_norm_ring.cuh"
 
 namespace offload {
@@ -10,7 +11,7 @@ namespace {
 
 template <typename T, int N, int kPacks>
 __global__ void __launch_bounds__(kMostThreads)
-    rows_in_registers(OffloadResidualNorm a, int warps_per_row) {
+    rows_in_registers(OffloadResidualNorm a, int warps_per_row, int ahead, bool once) {
     let_next_kernel_begin();
     __shared__ float shared[kMostReductions * kMostWarps];
     RowSum row_sum = {shared, warps_per_row};
@@ -26,21 +27,14 @@ __global__ void __launch_bounds__(kMostThreads)
     const int (&columns)[kPacks] = part.columns;
 
     // With one pack a thread, which is how few rows are done, the parameters are read before the
-    // wait: no kernel writes them, and they come from further away than the rows do. Else they are
-    // asked for once the inputs' registers are free, and before the sums that they wait for.
+    // wait: no kernel writes them, and they come from further away than the rows do. Else L1 has
+    // them, and registers are for rows under way.
     constexpr bool kReadAhead = kPacks == 1;
-    Parameters<T, N, kPacks> parameters;
-    Pack<T, N> bias[kPacks];
-    const auto read_bias = [&] {
-        if (a.bias[0]) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-                bias[p] = load<T, N>(static_cast<const T*>(a.bias[0]) + columns[p]);
-        }
-    };
-    if (kReadAhead) {
-        read_bias();
-        parameters.read(a.norm, columns);
+    Parameters<T, N> parameters;
+    Pack<T, N> bias;
+    if constexpr (kReadAhead) {
+        if (a.bias[0]) bias = load<T, N>(static_cast<const T*>(a.bias[0]) + columns[0]);
+        parameters.read(a.norm, columns[0]);
     }
     wait_for_previous_kernel();
     if (row >= a.rows) return;  // a whole warp, of a block that has no barriers
@@ -57,7 +51,12 @@ __global__ void __launch_bounds__(kMostThreads)
                     load_once<T, N>(static_cast<const T*>(sources[which]) + base + columns[p]);
         }
     }
-    if (!kReadAhead) read_bias();
+    if (ahead && thread == 0 && row + ahead < a.rows) {
+        for (const void* source : sources)
+            if (source)
+                prefetch_bulk(static_cast<const T*>(source) + (row + ahead) * a.width,
+                              a.width * static_cast<int>(sizeof(T)));
+    }
 
     const auto add = [&](const Pack<T, N>(&packs)[kPacks]) {
 #pragma unroll
@@ -65,7 +64,12 @@ __global__ void __launch_bounds__(kMostThreads)
     };
     if (sources[0]) {
         add(raw[0]);
-        if (a.bias[0]) add(bias);
+        if (a.bias[0]) {
+            if constexpr (kReadAhead)
+                part.add(0, bias);
+            else
+                part.add_from(a.bias[0]);
+        }
     }
     if (a.branch_norm.kind) part.normalise(a.branch_norm, row_sum);
     if (sources[1]) add(raw[1]);
@@ -73,20 +77,25 @@ __global__ void __launch_bounds__(kMostThreads)
         add(raw[2]);
         if (a.bias[1]) part.add_from(a.bias[1]);
     }
-    if (!kReadAhead) parameters.read(a.norm, columns);
-    if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base);
+    if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base, once);
 
-    const auto of_pack = [&](int p) { return parameters.of(p); };
     Moments m = {0.f, 0.f};
     if (a.output) {
         if (a.norm.kind) m = part.moments(a.norm.kind, row_sum);
-        part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack);
+        const auto of_pack = [&](int p) {
+            if constexpr (!kReadAhead) parameters.read(a.norm, columns[p]);
+            return parameters;
+        };
+        part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack, once);
     }
     if (a.output2) {
-        parameters.read(a.norm2, columns);
         if (a.norm2.kind && !(a.output && a.norm2.kind == a.norm.kind))
             m = part.moments(a.norm2.kind, row_sum);
-        part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_pack);
+        const auto of_pack = [&](int p) {
+            parameters.read(a.norm2, columns[p]);
+            return parameters;
+        };
+        part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_pack, once);
     }
 }
 
@@ -151,9 +160,9 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
     const auto total = [&](float* x, int column) {
         branch(x, 0, column);
         if (a.branch_norm.kind) {
-            Parameters<T, N, 1> parameters;
-            parameters.read(a.branch_norm, {column});
-            parameters.apply(0, of_branch.mean, branch_scale, x, x);
+            Parameters<T, N> parameters;
+            parameters.read(a.branch_norm, column);
+            parameters.apply(of_branch.mean, branch_scale, x, x);
         }
         if (a.residual) add(x, a.residual, base + column);
         if (a.branch[1]) {
@@ -175,9 +184,9 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
         const auto write = [&](void* output, const OffloadNorm& norm, const Moments& m,
                                float scale) {
             float y[N];
-            Parameters<T, N, 1> parameters;
-            parameters.read(norm, {column});
-            parameters.apply(0, norm.kind ? m.mean : 0.f, norm.kind ? scale : 1.f, x, y);
+            Parameters<T, N> parameters;
+            parameters.read(norm, column);
+            parameters.apply(norm.kind ? m.mean : 0.f, norm.kind ? scale : 1.f, x, y);
             store(static_cast<T*>(output) + base + column, from_floats<T, N>(y));
         };
         if (a.sum) store(static_cast<T*>(a.sum) + base + column, from_floats<T, N>(x));
@@ -186,13 +195,38 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
     }
 }
 
-template <typename T, int N, int kPacks>
-int launch_registers(const OffloadResidualNorm& a, int warps, bool few, void* stream) {
+// One block a row, or a warp where rows are narrow. With many rows, a block asks for the row of the
+// block that will come `waves` after it here.
+template <typename Rows>
+int launch_blocks(void (*kernel)(Rows, int, int, bool), const Rows& a, int warps, bool few,
+                  int waves, bool once, bool early, const Device& device, void* stream) {
     const int rows_per_block = warps == 1 && !few ? kNarrowRows : 1;
+    const int threads = 32 * warps * rows_per_block;
     const int64_t blocks = (a.rows + rows_per_block - 1) / rows_per_block;
-    return launch("residual_norm", rows_in_registers<T, N, kPacks>,
-                  dim3(static_cast<unsigned>(blocks)), dim3(32 * warps * rows_per_block), 0, stream,
-                  a.launch_early, a, warps);
+    int resident = 0;
+    if (waves) {
+        if (int status = cuda_status("residual_norm", cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                                                          &resident, kernel, threads, 0)))
+            return status;
+    }
+    const int ahead = waves * resident * device.multiprocessors * rows_per_block;
+    return launch("residual_norm", kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), 0,
+                  stream, early, a, warps, ahead, once);
+}
+
+template <typename T, int N, int kPacks>
+int launch_registers(const OffloadResidualNorm& a, int warps, bool few, int waves, bool once,
+                     const Device& device, void* stream) {
+    if constexpr (kPacks > 1) {
+        PlainRows plain = {};
+        const int inputs = few ? 0 : plain_inputs(a, &plain);
+        if (inputs)
+            return launch_blocks(
+                inputs == 1 ? plain_rows<T, N, kPacks, 1> : plain_rows<T, N, kPacks, 2>, plain,
+                warps, few, waves, once, a.launch_early, device, stream);
+    }
+    return launch_blocks(rows_in_registers<T, N, kPacks>, a, warps, few, waves, once,
+                         a.launch_early, device, stream);
 }
 
 template <typename T, int N>
@@ -218,25 +252,23 @@ int launch_rows(const OffloadResidualNorm& a, const Device& device, void* stream
     // Few rows: as many threads a row as there are, each done sooner. Many: more bytes under way a
     // thread, and fewer threads that wait for each other.
     const bool few = a.rows < 2 * device.multiprocessors;
-    const int stages = a.packs_per_thread / 10;
-    // Measured on an H200: a ring of rows pays where a row is read alone, or is very wide.
-    const bool sums = a.branch[0] ? a.residual || a.branch[1] : false;
-    const bool ring = a.packs_per_thread
-                          ? stages > 0
-                          : a.rows >= 8 * device.multiprocessors && (!sums || packs > 1024);
+    const int stages = a.packs_per_thread / 10 % 10;
+    const int extra = a.packs_per_thread ? a.packs_per_thread / 100 : !few;
     int per_thread = a.packs_per_thread % 10;
-    if (!per_thread) per_thread = few ? 1 : 4;
+    if (!per_thread) per_thread = few ? 1 : a.branch[1] || a.branch_norm.kind || a.output2 ? 2 : 4;
     while (per_thread < 4 && packs > per_thread * kMostThreads) per_thread *= 2;
     const int warps = (packs + 32 * per_thread - 1) / (32 * per_thread);
     if (warps > kMostWarps) return launch_passes<T, N>(a, stream);
     const auto launch_packs = [&](auto count) {
         constexpr int kPacks = decltype(count)::value;
-        if (ring) {
+        if (stages) {
             bool fits;
-            const int status = launch_ring<T, N, kPacks>(a, warps, stages, device, stream, &fits);
+            const int run = extra ? 2 << extra : 0;
+            const int status =
+                launch_ring<T, N, kPacks>(a, warps, stages, run, device, stream, &fits);
             if (fits) return status;
         }
-        return launch_registers<T, N, kPacks>(a, warps, few, stream);
+        return launch_registers<T, N, kPacks>(a, warps, few, extra % 4, extra >= 4, device, stream);
     };
     if (per_thread == 1) return launch_packs(std::integral_constant<int, 1>{});
     if (per_thread == 2) return launch_packs(std::integral_constant<int, 2>{});
@@ -258,10 +290,10 @@ OFFLOAD_API int offload_residual_norm(const OffloadResidualNorm* arguments, void
                       a.norm.kind, a.norm2.kind);
     const int packs = a.packs_per_thread;
     if (packs != 0 && ((packs % 10 != 1 && packs % 10 != 2 && packs % 10 != 4) || packs < 0 ||
-                       packs / 10 == 1 || packs / 10 > 4))
+                       packs / 10 % 10 == 1 || packs / 10 % 10 > 4 || packs > 799))
         return refuse(
-            "residual_norm: packs_per_thread is 0, or 1, 2 or 4 and ten for each of the 2 to 4 "
-            "rows of a ring, not %d",
+            "residual_norm: packs_per_thread is 0, or 1, 2 or 4, ten for each of the 2 to 4 rows "
+            "of a ring, and hundreds up to 7, not %d",
             packs);
     if (a.rows == 0) return 0;
     if (!a.residual && !a.branch[0] && !a.branch[1])

@@ -34,51 +34,40 @@ struct Moments {
     float variance;  // around that mean
 };
 
-// A norm's parameters at a thread's packs: ones and zeros where there are none, so that nothing
-// branches where they are used.
-template <typename T, int N, int kPacks>
+// A norm's parameters at one pack: ones and zeros where there are none, so that nothing branches
+// where they are used.
+template <typename T, int N>
 struct Parameters {
-    Pack<T, N> weight[kPacks], bias[kPacks];
+    Pack<T, N> weight, bias;
     float offset;
 
-    __device__ __forceinline__ void read(const OffloadNorm& norm, const int (&columns)[kPacks]) {
-        read(norm.weight, norm.bias, norm.weight_offset, columns);
+    __device__ __forceinline__ void read(const OffloadNorm& norm, int column) {
+        read(norm.weight, norm.bias, norm.weight_offset, column);
     }
 
     __device__ __forceinline__ void read(const void* weights, const void* biases, float added,
-                                         const int (&columns)[kPacks]) {
-        read(weight, weights, 1.f, columns);
-        read(bias, biases, 0.f, columns);
+                                         int column) {
+        weight = read(weights, 1.f, column);
+        bias = read(biases, 0.f, column);
         offset = weights ? added : 0.f;
     }
 
-    __device__ __forceinline__ void apply(int pack, float mean, float scale, const float* x,
-                                          float* y) const {
+    __device__ __forceinline__ void apply(float mean, float scale, const float* x, float* y) const {
         float w[N], b[N];
-        to_floats(weight[pack], w);
-        to_floats(bias[pack], b);
+        to_floats(weight, w);
+        to_floats(bias, b);
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = fmaf((x[i] - mean) * scale, w[i] + offset, b[i]);
     }
 
-    __device__ __forceinline__ Parameters<T, N, 1> of(int pack) const {
-        return {{weight[pack]}, {bias[pack]}, offset};
-    }
-
   private:
-    __device__ __forceinline__ static void read(Pack<T, N> (&packs)[kPacks], const void* from,
-                                                float otherwise, const int (&columns)[kPacks]) {
-        if (from) {
+    __device__ __forceinline__ static Pack<T, N> read(const void* from, float otherwise,
+                                                      int column) {
+        if (from) return load<T, N>(static_cast<const T*>(from) + column);
+        float same[N];
 #pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-                packs[p] = load<T, N>(static_cast<const T*>(from) + columns[p]);
-        } else {
-            float same[N];
-#pragma unroll
-            for (int i = 0; i < N; ++i) same[i] = otherwise;
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p) packs[p] = from_floats<T, N>(same);
-        }
+        for (int i = 0; i < N; ++i) same[i] = otherwise;
+        return from_floats<T, N>(same);
     }
 };
 
@@ -128,12 +117,15 @@ struct RowPart {
     }
 
     __device__ __forceinline__ void normalise(const OffloadNorm& norm, RowSum& row_sum) {
-        Parameters<T, N, kPacks> parameters;
-        parameters.read(norm, columns);
+        Parameters<T, N> parameters;
+        if constexpr (kPacks == 1) parameters.read(norm, columns[0]);  // see rows_in_registers
         const Moments m = moments(norm.kind, row_sum);
         const float scale = scale_of(m, norm);
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p) parameters.apply(p, m.mean, scale, x[p], x[p]);
+        for (int p = 0; p < kPacks; ++p) {
+            if constexpr (kPacks > 1) parameters.read(norm, columns[p]);
+            parameters.apply(m.mean, scale, x[p], x[p]);
+        }
     }
 
     __device__ __forceinline__ Moments moments(int kind, RowSum& row_sum) const {
@@ -141,41 +133,53 @@ struct RowPart {
         if (kind == OFFLOAD_NORM_LAYER) {
             float sum = 0.f;
 #pragma unroll
-            for (int p = 0; p < kPacks; ++p)
+            for (int p = 0; p < kPacks; ++p) {
+                float of_pack = 0.f;
 #pragma unroll
-                for (int i = 0; i < N; ++i) sum += inside[p] ? x[p][i] : 0.f;
+                for (int i = 0; i < N; ++i) of_pack += x[p][i];
+                sum += inside[p] ? of_pack : 0.f;
+            }
             m.mean = row_sum(sum) / width;
         }
         float squares = 0.f;
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
+            float of_pack = 0.f;
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                const float d = inside[p] ? x[p][i] - m.mean : 0.f;
-                squares = fmaf(d, d, squares);
+                const float d = x[p][i] - m.mean;
+                of_pack = fmaf(d, d, of_pack);
             }
+            squares += inside[p] ? of_pack : 0.f;
         }
         m.variance = row_sum(squares) / width;
         return m;
     }
 
-    __device__ __forceinline__ void write_sum(void* row) const {
+    __device__ __forceinline__ void write_sum(void* row, bool once) const {
 #pragma unroll
         for (int p = 0; p < kPacks; ++p)
-            if (inside[p]) store(static_cast<T*>(row) + columns[p], from_floats<T, N>(x[p]));
+            if (inside[p]) put(static_cast<T*>(row) + columns[p], from_floats<T, N>(x[p]), once);
+    }
+
+    __device__ __forceinline__ static void put(T* to, const Pack<T, N>& pack, bool once) {
+        if (once)
+            store_once<T, N>(to, pack);
+        else
+            store<T, N>(to, pack);
     }
 
     // parameters(p): those of pack p.
     template <typename F>
     __device__ __forceinline__ void write(void* row, const OffloadNorm& norm, const Moments& m,
-                                          F parameters) const {
+                                          F parameters, bool once) const {
         const float mean = norm.kind ? m.mean : 0.f;
         const float scale = norm.kind ? scale_of(m, norm) : 1.f;
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
             float y[N];
-            parameters(p).apply(0, mean, scale, x[p], y);
-            if (inside[p]) store(static_cast<T*>(row) + columns[p], from_floats<T, N>(y));
+            parameters(p).apply(mean, scale, x[p], y);
+            if (inside[p]) put(static_cast<T*>(row) + columns[p], from_floats<T, N>(y), once);
         }
     }
 };

@@ -21,7 +21,7 @@ struct Places {
 
 template <typename T, int N, int kPacks>
 __global__ void __launch_bounds__(kMostThreads)
-    rows_in_ring(OffloadResidualNorm a, int warps_per_row, int stages) {
+    rows_in_ring(OffloadResidualNorm a, int warps_per_row, int stages, int run) {
     static_assert(sizeof(Pack<T, N>) == 16, "copy_async16");
     let_next_kernel_begin();
     extern __shared__ __align__(128) unsigned char shared[];
@@ -29,8 +29,10 @@ __global__ void __launch_bounds__(kMostThreads)
     __shared__ float sums[2][kMostReductions * kMostWarps];
     const bool one_warp = warps_per_row == 1;
     const int rows_per_block = one_warp ? blockDim.x / 32 : 1;
-    const int64_t step = static_cast<int64_t>(gridDim.x) * rows_per_block;
-    int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
+    // A block takes `run` rows behind each other, or every so many until the end.
+    const int64_t step = run ? rows_per_block : static_cast<int64_t>(gridDim.x) * rows_per_block;
+    int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block * (run ? run : 1);
+    const int64_t end = run ? min64(a.rows, row + run * rows_per_block) : a.rows;
     if (one_warp) row += threadIdx.x / 32;
 
     RowPart<T, N, kPacks> part;
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kMostThreads)
 
     const uint64_t policy = evict_first_policy();
     const auto fetch = [&](int stage, int64_t row) {
-        if (row < a.rows) {
+        if (row < end) {
 #pragma unroll
             for (int which = 0; which < 3; ++which) {
                 if (!sources[which]) continue;
@@ -81,19 +83,19 @@ __global__ void __launch_bounds__(kMostThreads)
     };
 
     const auto of_pack = [&](int p) {
-        Parameters<T, N, 1> parameters;
+        Parameters<T, N> parameters;
         parameters.read(a.norm.weight ? parameter(0, p) : nullptr,
-                        a.norm.bias ? parameter(1, p) : nullptr, a.norm.weight_offset, {0});
+                        a.norm.bias ? parameter(1, p) : nullptr, a.norm.weight_offset, 0);
         return parameters;
     };
     const auto of_second = [&](int p) {
-        Parameters<T, N, 1> parameters;
-        parameters.read(a.norm2, {part.columns[p]});
+        Parameters<T, N> parameters;
+        parameters.read(a.norm2, part.columns[p]);
         return parameters;
     };
 
     for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, row + ahead * step);
-    for (int stage = 0, turn = 0; row < a.rows; row += step, turn ^= 1) {
+    for (int stage = 0, turn = 0; row < end; row += step, turn ^= 1) {
         RowSum row_sum = {sums[turn], warps_per_row};
         wait_for_copies(stages - 1);
         part.clear();
@@ -114,16 +116,16 @@ __global__ void __launch_bounds__(kMostThreads)
         stage = stage + 1 == stages ? 0 : stage + 1;
 
         const int64_t base = row * a.width;
-        if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base);
+        if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base, false);
         Moments m = {0.f, 0.f};
         if (a.output) {
             if (a.norm.kind) m = part.moments(a.norm.kind, row_sum);
-            part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack);
+            part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack, false);
         }
         if (a.output2) {
             if (a.norm2.kind && !(a.output && a.norm2.kind == a.norm.kind))
                 m = part.moments(a.norm2.kind, row_sum);
-            part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_second);
+            part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_second, false);
         }
     }
     wait_for_copies(0);
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(kMostThreads)
 // Launches it with `stages` rows in the ring, or with fewer where shared memory does not hold them
 // (0: as many as are good); `fits` is false where it holds no two, and nothing is launched.
 template <typename T, int N, int kPacks>
-int launch_ring(const OffloadResidualNorm& a, int warps, int stages, const Device& device,
+int launch_ring(const OffloadResidualNorm& a, int warps, int stages, int run, const Device& device,
                 void* stream, bool* fits) {
     const auto kernel = rows_in_ring<T, N, kPacks>;
     const int rows_per_block = warps == 1 ? kNarrowRows : 1;
@@ -148,8 +150,10 @@ int launch_ring(const OffloadResidualNorm& a, int warps, int stages, const Devic
     if (int status = fit_ring("residual_norm", kernel, threads, stage, fixed, most, stages, &fit))
         return status;
     const int64_t blocks = (a.rows + rows_per_block - 1) / rows_per_block;
-    return launch("residual_norm", kernel, blocks_that_stay(blocks, fit, device), dim3(threads),
-                  fit.rows * stage + fixed, stream, a.launch_early, a, warps, fit.rows);
+    const dim3 grid = run ? dim3(static_cast<unsigned>((blocks + run - 1) / run))
+                          : blocks_that_stay(blocks, fit, device);
+    return launch("residual_norm", kernel, grid, dim3(threads), fit.rows * stage + fixed, stream,
+                  a.launch_early, a, warps, fit.rows, run);
 }
 
 }  // namespace offload

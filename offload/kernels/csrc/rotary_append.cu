@@ -207,8 +207,6 @@ __global__ void __launch_bounds__(kThreads) rotary_append_kernel(OffloadRotaryAp
     }
 }
 
-inline bool has_norm(const OffloadRotaryAppend& x) { return x.q_norm.kind || x.k_norm.kind; }
-
 template <int N>
 int units_of(const OffloadRotaryAppend& x) {
     return x.rotary_dim / 2 / N + (x.head_dim - x.rotary_dim + 2 * N - 1) / (2 * N);
@@ -282,8 +280,8 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
     if (x.rotary_dim < 0 || x.rotary_dim % 2 || x.rotary_dim > x.head_dim)
         return refuse("rotary_append: rotary_dim must be even and at most %d, not %d", x.head_dim,
                       x.rotary_dim);
-    const int stages = x.variant % 10, threads = x.variant / 10;
-    if (x.variant != 0 && x.variant != 1 &&
+    const int stages = x.variant % 10, threads = x.variant / 10 % 10;
+    if (x.variant != 0 && x.variant % 100 != 1 &&
         (stages < 2 || stages > 4 || threads < 1 || threads > 2))
         return refuse("rotary_append: there is no variant %d", x.variant);
     if (x.batch == 0 || x.tokens == 0) return 0;  // what is empty may be null
@@ -305,16 +303,20 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
         const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
         const bool ring = rows >= 8 * device.multiprocessors && sizeof(T) == 2 && !x.q_norm.kind &&
                           !x.k_norm.kind;
-        const int threads = x.variant ? x.variant / 10 * 256 : 512;
-        if (x.variant ? x.variant != 1 : ring) {
-            bool ring_fits;
-            const int status =
-                launch_append_ring<T>(x, threads, x.variant % 10, device, stream, &ring_fits);
-            if (ring_fits) return status;
+        const int threads = x.variant ? x.variant / 10 % 10 * 256 : 512;
+        const int extra = x.variant / 100, waves = x.variant ? extra : 1;
+        bool it_fits;
+        if (x.variant ? x.variant % 100 != 1 : ring) {
+            const int status = launch_append_ring<T>(
+                x, threads, x.variant % 10, extra ? 2 << extra : 0, device, stream, &it_fits);
+            if (it_fits) return status;
         }
-        if (fits<T, N>(x)) return launch_append<T, N>(x, device.multiprocessors, stream);
-        if constexpr (N > 4)
-            if (fits<T, 4>(x)) return launch_append<T, 4>(x, device.multiprocessors, stream);
+        const int status = launch_append_packs<T, N>(x, waves, device, stream, &it_fits);
+        if (it_fits) return status;
+        if constexpr (N > 4) {
+            const int status = launch_append_packs<T, 4>(x, waves, device, stream, &it_fits);
+            if (it_fits) return status;
+        }
         return launch_append<T, 1>(x, device.multiprocessors, stream);
     });
 }

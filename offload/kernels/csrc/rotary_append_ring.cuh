@@ -3,7 +3,7 @@
 // the head that lies; it has the same place in every head, so that it reads its angles once a row.
 #pragma once
 #include "async_copy.cuh"
-#include "elementwise.cuh"
+#include "rotary_append_packs.cuh"
 
 namespace offload {
 
@@ -11,6 +11,7 @@ constexpr int kMostRingThreads = 512;
 
 struct RingPlan {
     int stages;       // rows that are under way or being read, at least 2
+    int run;          // rows of a block, behind each other; 0: every so many until the end
     int width;        // elements of a row, from its beginning to the end of the last head
     int lanes;        // threads of a head, one for each of its packs
     int row_bytes;    // of a stage's row
@@ -44,20 +45,6 @@ struct RowAt {
     }
 };
 
-template <typename T, int N>
-__device__ __forceinline__ void add_to(float* x, const T* from) {
-    float other[N];
-    to_floats(load<T, N>(from), other);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] += other[i];
-}
-
-// Over the lanes of a head, a power of two; every thread of the warp takes part.
-__device__ __forceinline__ float sum_of_head(float x, int lanes) {
-    for (int step = lanes / 2; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
-}
-
 template <typename T, bool kNormed>
 __global__ void __launch_bounds__(kMostRingThreads, 2)
     rotary_append_in_ring(OffloadRotaryAppend x, RingPlan plan) {
@@ -69,7 +56,9 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
     const int groups = blockDim.x / plan.lanes;
     const int group = threadIdx.x / plan.lanes;
     const int at = threadIdx.x % plan.lanes * N;  // in every head
-    const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
+    const int64_t rows = plan.run ? min64(static_cast<int64_t>(x.batch) * x.tokens,
+                                          (static_cast<int64_t>(blockIdx.x) + 1) * plan.run)
+                                  : static_cast<int64_t>(x.batch) * x.tokens;
 
     HeadEntry<T>* const table = reinterpret_cast<HeadEntry<T>*>(shared);
     // Of q_norm and of k_norm, with their offset, if there is either.
@@ -126,8 +115,9 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
     const float share = 1.f / x.head_dim;
     wait_for_previous_kernel();
 
-    const RowAt step(gridDim.x, x.tokens);
-    RowAt now(blockIdx.x, x.tokens), next(blockIdx.x, x.tokens);
+    const RowAt step(plan.run ? 1 : gridDim.x, x.tokens);
+    const RowAt begin(static_cast<int64_t>(blockIdx.x) * (plan.run ? plan.run : 1), x.tokens);
+    RowAt now = begin, next = begin;
     const uint64_t policy = evict_first_policy();
     const auto fetch = [&](int stage) {
         if (next.row < rows) {
@@ -275,8 +265,8 @@ __global__ void __launch_bounds__(kMostRingThreads, 2)
 // many as are good) where its packs, its shared memory and its lanes allow; `fits` is false where
 // they do not, and nothing is launched.
 template <typename T>
-int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, const Device& device,
-                       void* stream, bool* fits) {
+int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, int run,
+                       const Device& device, void* stream, bool* fits) {
     constexpr int N = 16 / sizeof(T);
     *fits = false;
     const bool normed = x.q_norm.kind || x.k_norm.kind;
@@ -284,24 +274,8 @@ int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, co
     plan.lanes = x.head_dim / N;
     if (x.rotary_dim / 2 % 4 || plan.lanes > threads) return 0;
     if (normed && (plan.lanes > 32 || plan.lanes & (plan.lanes - 1))) return 0;
-    for (int64_t n :
-         {static_cast<int64_t>(x.head_dim), x.row_stride, x.q_offset, x.k_offset, x.v_offset,
-          x.q_group_stride, x.kv_group_stride, x.query_batch_stride, x.query_token_stride,
-          x.query_head_stride, x.cache_batch_stride, x.cache_head_stride})
-        if (n % N) return 0;
-    for (const void* p :
-         {x.qkv, x.bias, static_cast<const void*>(x.query), static_cast<const void*>(x.key_cache),
-          static_cast<const void*>(x.value_cache), x.q_norm.weight, x.q_norm.bias, x.k_norm.weight,
-          x.k_norm.bias})
-        if (!aligned<T, N>(p)) return 0;
-    if (!aligned16(x.cos) || !aligned16(x.sin) || x.rotary_batch_stride % 4) return 0;
-
-    const int per_group = x.heads / x.kv_heads * x.head_dim;
-    int64_t width = x.q_offset + (x.kv_heads - 1) * x.q_group_stride + per_group;
-    for (int64_t offset : {x.k_offset, x.v_offset}) {
-        const int64_t end = offset + (x.kv_heads - 1) * x.kv_group_stride + x.head_dim;
-        width = end > width ? end : width;
-    }
+    if (!in_packs<T, N>(x)) return 0;
+    const int64_t width = used_width(x);
     const int64_t heads = x.heads + 2 * static_cast<int64_t>(x.kv_heads);
     const int64_t row = width * sizeof(T), angles = x.rotary_dim / 2 * 4;
     const int64_t fixed = heads * sizeof(HeadEntry<T>) +
@@ -319,7 +293,10 @@ int launch_append_ring(const OffloadRotaryAppend& x, int threads, int stages, co
         return status;
     plan.stages = fit.rows;
     const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
-    return launch("rotary_append", kernel, blocks_that_stay(rows, fit, device), dim3(threads),
+    plan.run = run;
+    const dim3 grid = run ? dim3(static_cast<unsigned>((rows + run - 1) / run))
+                          : blocks_that_stay(rows, fit, device);
+    return launch("rotary_append", kernel, grid, dim3(threads),
                   static_cast<size_t>(plan.stages * stage + fixed), stream, x.launch_early, x,
                   plan);
 }
