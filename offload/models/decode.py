@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -15,19 +16,21 @@ from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
 from offload.models.decode_graph import LaunchGraph
+from offload.models.entry import Entry
 from offload.models.kv_cache import KvLayer
 from offload.models.layer_weights import LayerWeights, Product
-from offload.models.padding import Padding
-from offload.models.spec import Angles, LayerSpec, ModelSpec
+from offload.models.padding import Padding, PaddingCheck
+from offload.models.spec import LayerSpec, ModelSpec
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
+_KEYS, _VALUES = attrgetter("key_buffer"), attrgetter("value_buffer")
 
 
 class DecodeSession:
     """The buffers that calls read and write, for one cache as it lies now, and those calls.
 
-    `hidden` [batch, width] goes from layer to layer. What changes from token to token (positions,
-    angles) is in small tensors that `begin` fills, so that calls, and graphs of them, stay good.
+    `entry` is where a token comes in; its `hidden` goes from layer to layer. What changes from
+    token to token is in its small tensors, so that calls, and graphs of them, stay good.
     """
 
     def __init__(
@@ -38,60 +41,53 @@ class DecodeSession:
         stream: int,
         workspace: Workspace,
     ) -> None:
-        self.padding: Padding | None = None  # of the step before
         self._made_for = (padded, stream)
-        self.graphs: dict[int, LaunchGraph] = {}  # of stretches of layers, by the first
-        self.issued: set[int] = set()  # stretches that were launched without one
+        # Of stretches of layers, by the first, and whether the entry is in it.
+        self.graphs: dict[tuple[int, bool], LaunchGraph] = {}
+        self.issued: set[tuple[int, bool]] = set()  # stretches that were launched without one
         self._spec = spec
         self._workspace = workspace
-        self._caches = [buffers_of(layer) for layer in layers]
-        first = self._caches[0][0]
-        self.batch, self._device, self._dtype = first.shape[0], first.device, first.dtype
+        self._keys = [buffers_of(layer)[0] for layer in layers]
+        self._values = [buffers_of(layer)[1] for layer in layers]
+        first = self._keys[0]
+        self.batch, self.device, self._dtype = first.shape[0], first.device, first.dtype
+        self.capacity = min(keys.shape[2] for keys in self._keys)
+        self.padding: Padding | None = None  # of the step before
+        self.check = PaddingCheck(None, self.capacity, self.device)  # of that padding
         self._calls: dict[tuple[int, int | None], list[Call]] = {}
+        self._last_norm: ResidualNorm | None = None
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
         with torch.inference_mode(False):
-            self.hidden = self._rows("hidden", spec.hidden)
-            self._column = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._length = torch.zeros(self.batch, dtype=torch.int32, device=self._device)
-            self._start = torch.zeros_like(self._length) if padded else None
+            self.entry = Entry(self._rows("hidden", spec.hidden))
+            self._start = torch.zeros_like(self.entry.length) if padded else None
             self._slopes = {
-                slopes: torch.tensor(slopes, dtype=torch.float32, device=self._device)
+                slopes: torch.tensor(slopes, dtype=torch.float32, device=self.device)
                 for slopes in {layer.slopes for layer in spec.layers}
                 if slopes is not None
             }
-        self._angles: dict[str, Angles] = {}
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows may begin behind column 0."""
+        return self._made_for[0]
 
     def serves(self, layers: Sequence[KvLayer], padded: bool, stream: int) -> bool:
         """Whether the calls are good for these buffers as they lie now."""
-        return self._made_for == (padded, stream) and all(
-            layer.key_buffer is keys and layer.value_buffer is values
-            for layer, (keys, values) in zip(layers, self._caches, strict=True)
+        return (
+            self._made_for == (padded, stream)
+            and len(layers) == len(self._keys)
+            and all(map(is_, map(_KEYS, layers), self._keys))
+            and all(map(is_, map(_VALUES, layers), self._values))
         )
 
-    def begin(
-        self,
-        hidden: torch.Tensor,
-        past: int,
-        angles: dict[str, Angles],
-        padding: Padding | None,
-    ) -> None:
-        """Take in the next token: hidden [batch, width], which goes to column `past`."""
-        self.padding = padding
-        self.hidden.copy_(hidden)
-        self._column.fill_(past)
-        self._length.fill_(past + 1)
+    def expect(self, padding: Padding | None) -> None:
+        """The next steps' padding."""
+        if padding is self.padding:
+            return
         if self._start is not None and padding is not None:
             self._start.copy_(padding.start)
-        for table, given in angles.items():
-            if table not in self._angles:
-                with torch.inference_mode(False):
-                    shape = (self.batch, 1, given[0].shape[-1])
-                    self._angles[table] = (
-                        torch.empty(shape, dtype=torch.float32, device=self._device),
-                        torch.empty(shape, dtype=torch.float32, device=self._device),
-                    )
-            for mine, new in zip(self._angles[table], given, strict=True):
-                mine.copy_(new)  # one row of positions serves all sequences
+        self.padding = padding
+        self.check = PaddingCheck(padding, self.capacity, self.device)
 
     def launch(self, index: int, slot: int | None, weights: LayerWeights) -> None:
         """Issue a layer whose weights are in `slot`, or resident (None)."""
@@ -102,34 +98,45 @@ class DecodeSession:
                 ahead = self._calls.get((index - 1, None)) if slot is None else None
                 calls = self._make(index, weights, ahead[-1] if ahead else None)
             self._calls[index, slot] = calls
-        stream = current_stream(self._device)  # another one while a graph is captured
+        stream = current_stream(self.device)  # another one while a graph is captured
         for call in calls:
             call.launch(stream)
+
+    def normed(self, norm: Norm) -> torch.Tensor:
+        """The model's last norm of `entry.hidden`, [batch, width], overwritten by the next step."""
+        out = self._rows("out", self._spec.hidden)
+        if self._last_norm is None:
+            with torch.inference_mode(False):
+                self._last_norm = ResidualNorm(residual=self.entry.hidden, norm=norm, out=out)
+        self._last_norm.launch(current_stream(self.device))
+        return out
 
     def forget(self) -> None:
         """Let go of the weights, and of the graphs that read them."""
         self._calls.clear()
+        self._last_norm = None
         self.graphs.clear()
+        self.issued.clear()
 
     def _rows(self, name: str, width: int) -> torch.Tensor:
         """[batch, width] of that name and width, the same for every layer."""
         found = self._memory.get((name, width))
         if found is None:
-            found = torch.empty(self.batch, width, dtype=self._dtype, device=self._device)
+            found = torch.empty(self.batch, width, dtype=self._dtype, device=self.device)
             self._memory[name, width] = found
         return found
 
     def _make(self, index: int, weights: LayerWeights, ahead: Call | None) -> list[Call]:
         """The calls of a layer, in the order of their launch, behind the call `ahead`."""
         spec, layout = self._spec.layers[index], self._spec.layers[index].layout
-        keys, values = self._caches[index]
+        keys, values = self._keys[index], self._values[index]
         heads = (self.batch, layout.heads, layout.head_dim)
         qkv = self._rows("qkv", layout.width)
         query = self._rows("query", layout.heads * layout.head_dim)
         attended = self._rows("attended", layout.heads * layout.head_dim)
-        cos, sin = self._angles[spec.rotary] if spec.rotary is not None else (None, None)
+        cos, sin = self.entry.angles[spec.rotary] if spec.rotary is not None else (None, None)
         chain = _Chain(ahead)
-        self._multiply(chain, self.hidden, weights.qkv, qkv, norm=weights.attention_norm)
+        self._multiply(chain, self.entry.hidden, weights.qkv, qkv, norm=weights.attention_norm)
         chain.add(
             RotaryAppend,
             qkv[:, None],
@@ -137,7 +144,7 @@ class DecodeSession:
             query=query.view(heads)[:, None],
             key_cache=keys,
             value_cache=values,
-            column=self._column,
+            column=self.entry.column,
             bias=weights.qkv.bias,
             cos=cos,
             sin=sin,
@@ -151,7 +158,7 @@ class DecodeSession:
             keys,
             values,
             attended.view(heads),
-            length=self._length,
+            length=self.entry.length,
             start=self._start,
             scale=spec.scale,
             slopes=None if spec.slopes is None else self._slopes[spec.slopes],
@@ -175,7 +182,7 @@ class DecodeSession:
         """inner = the first half of the MLP."""
         self._multiply(
             chain,
-            self.hidden,
+            self.entry.hidden,
             weights.mlp_in,
             inner,
             bias=weights.mlp_in.bias,
@@ -193,7 +200,7 @@ class DecodeSession:
         sum_norm: Norm | None,
     ) -> None:
         """hidden = sum_norm(hidden + branch_norm(product of `into`))."""
-        hidden = self.hidden
+        hidden = self.entry.hidden
         if branch_norm is None and sum_norm is None:
             self._multiply(chain, into, product, hidden, bias=product.bias, residual=hidden)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offload.models.families import FAMILIES, Names
+from offload.models.held import is_foreign
 from offload.models.modules import find_layers
 from offload.models.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
 
@@ -92,14 +93,6 @@ def _check_modules(holder: nn.Module, expected: str, layers: dict[str, nn.Module
             hooks = (module._forward_pre_hooks, module._forward_hooks)
             if "forward" in vars(module) or any(map(is_foreign, hooks)):
                 raise CannotExpress(f"{where} with hooks or a forward of its own")
-
-
-def is_foreign(hooks: Mapping[int, Any]) -> bool:
-    """Whether a module's hooks are more than transformers' own, which wait to be asked."""
-    return any(
-        getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
-        for hook in hooks.values()
-    )
 
 
 def _check_parameters(

@@ -39,6 +39,9 @@ class KvCommon:
     max_length: int = 0  # columns that will be needed in the end; 0: unknown
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
 
+    def __deepcopy__(self, memo: Any) -> KvCommon:
+        return KvCommon(self.max_length)  # a copy's buffers lie elsewhere
+
 
 class KvLayer(CacheLayerMixin):
     """One layer's `key_buffer` and `value_buffer`, of which the first `length` columns count."""

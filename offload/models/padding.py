@@ -44,27 +44,41 @@ def read_padding(mask: torch.Tensor) -> Padding | None:
 
 
 class PaddingCheck:
-    """Whether mask [batch, columns] has just this padding on the left and nothing else.
+    """Whether masks have just this padding on the left and nothing else.
 
-    The answer is on its way to the host when this returns, so that work can be issued before
-    `holds` waits for it: decoding expects the padding that it found before.
+    The answer to `ask` is on its way to the host when that returns, so that work can be issued
+    before `holds` waits for it: decoding expects the padding that it found before.
     """
 
-    def __init__(self, mask: torch.Tensor, padding: Padding | None) -> None:
-        as_expected = mask != 0
-        if padding is not None:
-            column = torch.arange(mask.shape[1], device=mask.device)
-            as_expected = as_expected == (column >= padding.start[:, None])
-        self._answer = as_expected.all()
-        self._event: torch.cuda.Event | None = None
-        if mask.is_cuda:
-            here = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._answer = here.copy_(self._answer, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(mask.device))
+    def __init__(self, padding: Padding | None, columns: int, device: torch.device) -> None:
+        """For masks [batch, up to `columns`] on `device`."""
+        self._expected: torch.Tensor | None = None
+        with torch.inference_mode(False):
+            if padding is not None:
+                column = torch.arange(columns, device=device)
+                self._expected = column >= padding.start[:, None]
+            self._found = torch.empty((), dtype=torch.bool, device=device)
+            self._answer = self._found
+            self._event: torch.cuda.Event | None = None
+            if device.type == "cuda":
+                self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+                self._event = torch.cuda.Event()
+
+    def ask(self, mask: torch.Tensor) -> None:
+        """Issue the check of mask [batch, columns], zero where a column is padding."""
+        if self._expected is None:
+            torch.all(mask, out=self._found)
+        else:
+            as_expected = (mask != 0) == self._expected[:, : mask.shape[1]]
+            torch.all(as_expected, out=self._found)
+        if self._event is not None:
+            self._answer.copy_(self._found, non_blocking=True)
+            self._event.record()
 
     def holds(self) -> bool:
-        """Waits for what was issued before the check, not for what came after it."""
+        """Of the mask asked last. Waits for what was issued before the check, not for what came
+        after it.
+        """
         if self._event is not None:
             self._event.synchronize()
         return bool(self._answer)

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from offload.models.kv_cache import adopt, layers_of, new_cache, session_of
 from offload.models.padding import Holes, Padding, PaddingCheck, read_padding
 from offload.models.spec import ModelSpec
+from offload.models.step import Step
 
 _SERVED = {
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids"),
@@ -38,6 +39,13 @@ class Request:
     as_tuple: bool
 
     @property
+    def batch(self) -> int:
+        """Sequences."""
+        given = self.embeddings if self.ids is None else self.ids
+        assert given is not None
+        return given.shape[0]
+
+    @property
     def tokens(self) -> int:
         """New tokens of every row."""
         return self.positions.shape[1]
@@ -50,11 +58,13 @@ class Request:
         spec: ModelSpec,
         dtype: torch.dtype,
         expect: bool = True,
+        step: Step | None = None,
     ) -> Request:
         """From the arguments by name; raises Unserved. A transformers cache becomes one of
         KvLayers.
 
-        `expect`: take a decode step's padding to be that of the step before, and check it later.
+        `expect`: take a decode step's padding to be that of the step before, and check it later;
+        in a `step` that was begun with these arguments, the check is under way.
         """
         config = holder.config
         for name, value in given.items():
@@ -87,9 +97,12 @@ class Request:
         _check_mask(mask, batch, past + tokens, device)
         session = session_of(cache) if expect and past and tokens == 1 else None
         check = None
-        if session is not None and mask is not None and session.batch == batch:
-            padding = session.padding
-            check = PaddingCheck(mask, padding)
+        if session is not None and not (session.batch == batch and past < session.capacity):
+            session = None
+        if session is not None and mask is not None:
+            padding, check = session.padding, session.check
+            if step is None:
+                check.ask(mask)
         else:
             padding = _padding(mask)
         if padding is not None and padding.at_end and past and tokens == 1:

@@ -177,6 +177,11 @@ class ModelSpec:
     output: str = "BaseModelOutputWithPast"  # of transformers.modeling_outputs
 
     @property
+    def layer_list(self) -> str:
+        """The name, in the holder, of the list of layers."""
+        return self.layer_names[0].rpartition(".")[0].removeprefix(f"{self.holder}.")
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """The rotary tables that the layers use."""
         return tuple(dict.fromkeys(x.rotary for x in self.layers if x.rotary is not None))

@@ -36,13 +36,24 @@ def test_against_the_rows_read_one_by_one(rows: list[list[bool]], dtype: torch.d
     assert padding.at_end == any(row.endswith("0") and "1" in row for row in text)
 
 
-def test_what_was_expected_is_checked() -> None:
-    whole, padded = torch.ones(2, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    holes = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 1, 1]])
-    padding = read_padding(padded)
-    assert PaddingCheck(whole, None).holds() and PaddingCheck(padded, padding).holds()
-    longer = torch.cat([padded, torch.ones(2, 1)], 1)
-    assert PaddingCheck(longer, padding).holds()
-    for mask, expected in [(padded, None), (holes, padding), (whole, padding), (holes, None)]:
-        assert not PaddingCheck(mask, expected).holds()
-    assert not PaddingCheck(torch.cat([padded, torch.zeros(2, 1)], 1), padding).holds()
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_what_was_expected_is_checked(dtype: torch.dtype) -> None:
+    whole = torch.ones(2, 5).to(dtype)
+    padded = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).to(dtype)
+    holes = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 1, 1]]).to(dtype)
+    device = whole.device
+    none = PaddingCheck(None, 6, device)
+    some = PaddingCheck(read_padding(padded), 6, device)
+
+    def holds(check: PaddingCheck, mask: torch.Tensor) -> bool:
+        check.ask(mask)
+        return check.holds()
+
+    one, zero = torch.ones_like(whole[:, :1]), torch.zeros_like(whole[:, :1])
+    for _ in range(2):  # each answer is of the mask asked last
+        assert holds(none, whole) and holds(some, padded)
+        assert holds(some, torch.cat([padded, one], 1))
+        for check, mask in [(none, padded), (some, holes), (some, whole), (none, holes)]:
+            assert not holds(check, mask)
+        assert not holds(some, torch.cat([padded, zero], 1))
+        assert not holds(none, torch.cat([whole, zero], 1))

@@ -1,0 +1,136 @@
+"""A decoder's layers where the plan put them: weights in each slot, or resident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.models.held import Held, Hooks, Structure, parameters_of
+from offload.models.hooked import LayerForward
+from offload.models.layer_weights import LayerWeights, lie_together
+from offload.models.parts import Part
+from offload.models.spec import LayerSpec, ModelSpec
+from offload.scheduler.stream import Stream
+
+
+class StreamedLayer:
+    """A layer that comes through the slots: its weights in each of them."""
+
+    streamed = True
+
+    def __init__(self, spec: LayerSpec, part: Part) -> None:
+        self.spec = spec
+        forward: Any = part.modules[0].forward
+        self._forward: LayerForward = forward
+        names = [place.name.removeprefix(f"{part.layer.name}.") for place in part.layer.places]
+        self._in_slot = [
+            LayerWeights.of(spec, dict(zip(names, parameters, strict=True)))
+            for parameters in forward.in_slot
+        ]
+        self.dtype = self._in_slot[0].qkv.weight.dtype
+
+    @contextmanager
+    def in_place(self, stream: Stream | None) -> Iterator[tuple[int | None, LayerWeights]]:
+        """The slot that the layer is in, and its weights there, for as long as it is used.
+
+        Refuses weights of the user's own.
+        """
+        assert stream is not None
+        self._forward.check_places()
+        slot = stream.acquire(self._forward.site)
+        try:
+            yield slot, self._in_slot[slot]
+        finally:
+            stream.release(self._forward.site)
+
+
+class ResidentLayer:
+    """A layer that stays on the device."""
+
+    streamed = False
+
+    def __init__(self, spec: LayerSpec, part: Part) -> None:
+        self.spec = spec
+        module = part.modules[0]
+        for group in spec.groups():
+            _lay_together(module, group)
+        self._weights = LayerWeights.of(spec, dict(module.named_parameters()))
+        self.dtype = self._weights.qkv.weight.dtype
+
+    @contextmanager
+    def in_place(self, stream: Stream | None) -> Iterator[tuple[int | None, LayerWeights]]:
+        """No slot, and the weights."""
+        yield None, self._weights
+
+
+class DecoderLayers:
+    """All layers of a decoder, in order; `stretches` are the first and last of runs of resident
+    ones, and streamed ones singly.
+    """
+
+    def __init__(self, spec: ModelSpec, parts: Sequence[Part], holder: nn.Module) -> None:
+        by_name = {part.layer.name: part for part in parts}
+        own = [by_name[name] for name in spec.layer_names]
+        self.layers: list[StreamedLayer | ResidentLayer] = [
+            StreamedLayer(layer, part)
+            if isinstance(part.modules[0].forward, LayerForward)
+            else ResidentLayer(layer, part)
+            for layer, part in zip(spec.layers, own, strict=True)
+        ]
+        self.dtype = self.layers[0].dtype
+        self.stretches = _stretches(self.layers)
+        modules = [part.modules[0] for part in own]
+        self._structure = Structure(holder.get_submodule(spec.layer_list))
+        self._hooks = Hooks(inner for module in modules for inner in module.modules())
+        self._held = Held(
+            place
+            for layer, module in zip(self.layers, modules, strict=True)
+            if not layer.streamed  # `in_place` looks at those
+            for place in parameters_of(module)
+        )
+
+    def why_not(self) -> str | None:
+        """What the user changed in a layer that only transformers' modules do justice."""
+        if self._held.changed():
+            return "a weight that was replaced"
+        if self._structure.changed():
+            return "a module of a layer that was replaced"
+        if self._hooks.foreign():
+            return "a hook on a module of a layer"
+        return None
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        self.layers.clear()
+        self.stretches.clear()
+        self._held = Held(())
+
+
+def _lay_together(layer: nn.Module, names: tuple[str, ...]) -> None:
+    """Give parameters that act as one a common memory, where they lie apart (in a live model)."""
+    old = [layer.get_parameter(name) for name in names]
+    if lie_together(old):
+        return
+    memory = torch.cat([p.detach().reshape(-1) for p in old])
+    at = 0
+    for name, parameter in zip(names, old, strict=True):
+        owner, _, key = name.rpartition(".")
+        view = memory[at : at + parameter.numel()].view(parameter.shape)
+        moved = nn.Parameter(view, requires_grad=parameter.requires_grad)
+        layer.get_submodule(owner)._parameters[key] = moved
+        at += parameter.numel()
+
+
+def _stretches(layers: Sequence[StreamedLayer | ResidentLayer]) -> list[tuple[int, int]]:
+    """Runs of resident layers, and single streamed ones: the first and last of each."""
+    found: list[tuple[int, int]] = []
+    for index, layer in enumerate(layers):
+        if found and not layer.streamed and not layers[index - 1].streamed:
+            found[-1] = (found[-1][0], index)
+        else:
+            found.append((index, index))
+    return found

@@ -1,0 +1,73 @@
+"""A decode step as its arguments look at a glance, before they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from offload.models.decode import DecodeSession
+from offload.models.kv_cache import layers_of, session_of
+from offload.models.spec import ModelSpec
+
+
+@dataclass(slots=True)
+class Step:
+    """One more token for every sequence of a cache that has had such a step before."""
+
+    session: DecodeSession
+    ids: torch.Tensor  # int64 [batch, 1]
+    positions: torch.Tensor | None  # int64 [1 or batch, 1]; None: `past`
+    mask: torch.Tensor | None  # [batch, past + 1]
+    past: int
+
+    @classmethod
+    def glance(cls, given: Mapping[str, Any], spec: ModelSpec, stream: int) -> Step | None:
+        """From a call's arguments by name, if nothing that is written for them on `stream` could
+        harm: it goes into the session's own buffers, behind the cache's end.
+        """
+        cache: Any = given.get("cache")
+        if cache is None:
+            cache = given.get("past_key_values")
+        session = session_of(cache) if type(cache) is DynamicCache else None
+        if session is None or given.get("inputs_embeds") is not None:
+            return None
+        layers = layers_of(cache)
+        past, batch = layers[0].length, session.batch
+        ids: Any = given.get("input_ids")
+        mask = given.get("attention_mask")
+        positions = given.get("position_ids")
+        if (
+            0 < past < session.capacity
+            and session.serves(layers, session.padded, stream)
+            and _fits(ids, session, (batch, 1))
+            and (
+                _fits(positions, session, (batch, 1), (1, 1))
+                if positions is not None
+                else mask is None or not spec.positions_from_mask
+            )
+            and (
+                _fits(mask, session, (batch, past + 1), dtype=None)
+                if mask is not None
+                else session.padding is None
+            )
+        ):
+            return cls(session, ids, positions, mask, past)
+        return None
+
+
+def _fits(
+    tensor: Any,
+    session: DecodeSession,
+    *shapes: tuple[int, int],
+    dtype: torch.dtype | None = torch.int64,
+) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.shape in shapes
+        and tensor.device == session.device
+        and (dtype is None or tensor.dtype == dtype)
+    )
