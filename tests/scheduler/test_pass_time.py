@@ -82,6 +82,8 @@ def test_a_resident_layer_waits_for_its_keys_and_values_alone() -> None:
     kv = 100 * LENGTH * KV / 48
     assert found.busy["link up"] == pytest.approx((LAYER + 48 * kv) / 55e9)
     assert found.seconds == pytest.approx(found.busy["link up"], rel=0.02)
+    alone = decode_pass(OPT_30B, H200, JOB, replace(how, resident=48, cpu=0))
+    assert alone.seconds == pytest.approx(48 * kv / 55e9, rel=0.02)
     prefill = prefill_pass(OPT_30B, H200, JOB, how)
     slow = prefill_pass(OPT_30B, replace(H200, link_up=1e9, link_up_both=1e9), JOB, how)
     assert slow.busy["link up"] == pytest.approx(LAYER / 1e9)
