@@ -15,13 +15,17 @@ from transformers import PreTrainedModel
 from offload.api import offload_built
 from offload.bench.files import drop_cache, weight_files
 from offload.bench.random_model import random_model, write_random_checkpoint
+from offload.bench.random_quantised import with_random_codes
 from offload.bench.shapes import shape_config
-from offload.checkpoint import open_checkpoint, resolve_model
+from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
+from offload.models.quantized.forward import quantised_weights
 from offload.models.quantized.methods import read_method
+from offload.models.quantized.wanted import Wishes
+from offload.packed import quantised_checkpoint
 from offload.store.folder import default_folder
 
 
@@ -40,35 +44,47 @@ class Sizes:
     def of(cls, model: PreTrainedModel) -> Sizes:
         """Of a model whose weights are real or lazy."""
         layers = find_layers(model)
-        inside = [p for layer in layers.values() for p in layer.named_parameters()]
+        whole = [p for layer in layers.values() for p in _whole_parameters(layer)]
         config = model.config.get_text_config(decoder=True)
         chosen = getattr(config, "num_experts_per_tok", None) or 1
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         share = min(1.0, chosen / experts) if experts else 1.0
         return cls(
             layers=len(layers),
-            layer_bytes=sum(p.nbytes for _, p in inside),
-            layer_parameters=sum(p.numel() for _, p in inside),
+            layer_bytes=sum(p.nbytes for layer in layers.values() for p in layer.parameters()),
+            layer_parameters=sum(p.numel() for _, p in whole),
             active_parameters=int(
-                sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in inside)
+                sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in whole)
             ),
             total_bytes=sum(p.tensor.nbytes for p in shared_parameters(model)),
             products=tuple(
                 (p.shape[0], p.shape[1])
-                for p in list(layers.values())[-1].parameters()
+                for _, p in _whole_parameters(list(layers.values())[-1])
                 if p.ndim == 2
             ),
         )
 
 
+def _whole_parameters(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A layer's parameters; of quantised ones what they stand for, not what is stored."""
+    stored = set()
+    for name, weight in quantised_weights(layer):
+        yield name, weight.placeholder
+        stored |= {f"{name.removesuffix(weight.key)}{part}" for part in weight.parts}
+    yield from ((name, p) for name, p in layer.named_parameters() if name not in stored)
+
+
 @dataclass(frozen=True)
 class Subject:
-    """One model; exactly one of `shape` and `folder` names it. `dtype` None is the checkpoint's."""
+    """One model; exactly one of `shape` and `folder` names it. `dtype` None is the checkpoint's.
+    Its weights are quantised as `wishes` say.
+    """
 
     shape: str | None
     folder: str | None
     dtype: torch.dtype | None
     device: torch.device  # where layers run, and where random weights are made
+    wishes: Wishes | None = None
 
     def __post_init__(self) -> None:
         if (self.shape is None) == (self.folder is None):
@@ -82,14 +98,25 @@ class Subject:
     def build(self) -> PreTrainedModel:
         """The model with lazy weights."""
         if self.shape is not None:
-            return random_model(shape_config(self.shape, self._random_dtype), self.device)
+            model = random_model(shape_config(self.shape, self._random_dtype), self.device)
+            if self.wishes is not None:
+                with_random_codes(model, self.wishes, self.device)
+            return model
+        return build_model(self._checkpoint(), dtype=self.dtype or "auto")
+
+    def _checkpoint(self) -> Checkpoint:
+        """The folder's; a plain one is quantised first, if it is to be."""
         checkpoint = open_checkpoint(resolve_model(self.folder or ""), read_method)
-        return build_model(checkpoint, dtype=self.dtype or "auto")
+        if self.wishes is None:
+            return checkpoint
+        home = default_folder() / "packs"
+        plain = build_model(checkpoint)
+        return quantised_checkpoint(plain, checkpoint, self.wishes, home, self.device)
 
     def offloaded(self, config: OffloadConfig) -> PreTrainedModel:
         """The model under offload; random weights go straight to their tier."""
         if self.folder is not None:
-            checkpoint = open_checkpoint(resolve_model(self.folder), read_method)
+            checkpoint = self._checkpoint()
             return offload_built(build_model(checkpoint, dtype=config.dtype), checkpoint, config)
         return offload_built(self.build(), None, config)
 
@@ -111,20 +138,30 @@ class Subject:
     def on_disk(self, parent: str | None, keep: bool) -> Iterator[Subject]:
         """The model as a checkpoint folder that no cache holds; one written here goes again."""
         if self.folder is not None:
-            drop_cache(weight_files(resolve_model(self.folder)))
-            yield self
+            used = self._checkpoint().folder
+            drop_cache(weight_files(used))
+            yield Subject(None, str(used), self.dtype, self.device)
             return
         config = shape_config(self.shape or "", self._random_dtype)
         home = Path(parent).expanduser() if parent else default_folder() / "bench"
         folder = home / f"{self.shape}-{str(self._random_dtype).removeprefix('torch.')}"
         stands = (folder / "config.json").exists()
+        used = folder
         try:
             write_random_checkpoint(config, folder, self.device)
-            drop_cache(weight_files(folder))
-            yield Subject(None, str(folder), self._random_dtype, self.device)
+            if self.wishes is not None:
+                plain = open_checkpoint(folder)
+                made = quantised_checkpoint(
+                    build_model(plain), plain, self.wishes, home, self.device
+                )
+                used = made.folder
+            drop_cache(weight_files(used))
+            yield Subject(None, str(used), self._random_dtype, self.device)
         finally:
             if not keep and not stands:
                 shutil.rmtree(folder, ignore_errors=True)
+                if used != folder:
+                    shutil.rmtree(used, ignore_errors=True)
 
     @property
     def _random_dtype(self) -> torch.dtype:

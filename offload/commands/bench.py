@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.aio import benchmark
 from offload.commands import quality
-from offload.commands.arguments import add_placement, positive, size
+from offload.commands.arguments import add_placement, add_weights, positive, quantization, size
 
 
 def add_parser(commands: Any) -> None:
@@ -64,6 +64,7 @@ def _add_throughput(benchmarks: Any) -> None:
     work.add_argument("--prompt-len", type=positive, default=512, metavar="N")
     work.add_argument("--gen-len", type=positive, default=32, metavar="N")
     work.add_argument("--repeat", type=positive, default=1, metavar="N", help="take medians of N")
+    add_weights(work)
     add_placement(parser)
     parser.set_defaults(device_map="cpu")
     limits = parser.add_argument_group("limits")
@@ -111,12 +112,15 @@ def _throughput(args: argparse.Namespace) -> int:
     from offload.bench.throughput import Setup, run_throughput
     from offload.bench.workload import Workload
     from offload.config import OffloadConfig
+    from offload.models.quantized.wanted import Wishes
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     checked = OffloadConfig(device=args.device, dtype=args.dtype or "auto")
     dtype: Any = None if checked.dtype == "auto" else checked.dtype
-    subject = Subject(args.shape, args.model, dtype, checked.compute)
+    wanted = quantization(args)
+    wishes = None if wanted is None else Wishes.of(wanted)
+    subject = Subject(args.shape, args.model, dtype, checked.compute, wishes)
     work = Workload(args.batch, args.prompt_len, args.gen_len, args.repeat)
     setup = Setup(
         device_map=args.device_map,

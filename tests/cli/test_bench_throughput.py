@@ -17,6 +17,8 @@ from offload.bench.shapes import SHAPES, shape_config
 from offload.bench.subject import Sizes, Subject
 from offload.bench.throughput import _compare
 from offload.bench.workload import Timing, Workload, measure
+from offload.models.quantized.forward import quantised_weights
+from offload.models.quantized.wanted import Wishes
 
 CPU = torch.device("cpu")
 WORK = ("--batch", 2, "--prompt-len", 8, "--gen-len", 3)
@@ -176,3 +178,30 @@ def test_the_gpu_limit_holds_and_is_lifted() -> None:
     with gpu_limit(device, 1 << 30), pytest.raises(torch.OutOfMemoryError):
         torch.empty(2 << 30, dtype=torch.uint8, device=device)
     torch.empty(2 << 30, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("asked", ["int4-g32-zp", "int8-channel", "fp8", "mxfp4"])
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_quantised_weights_move_as_they_are_stored(
+    program: Any, tmp_path: Path, where: str, asked: str
+) -> None:
+    options = ("--device-map", where, "--folder", tmp_path, "--peer", "resident")
+    found = bench(program, *options, "--weights", asked)
+    plain = Sizes.of(Subject("tiny", None, torch.float32, CPU).build())
+    offloaded, _ = found["rows"]
+    assert offloaded["equal"] == "6 of 6 tokens equal to resident, logits equal"
+    sizes = found["sizes"]
+    assert sizes["layer_parameters"] == plain.layer_parameters
+    assert [tuple(p) for p in sizes["products"]] == list(plain.products)
+    assert offloaded["streamed_bytes"] == sizes["layer_bytes"] < 0.3 * plain.layer_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_codes_make_weights_of_the_usual_size() -> None:
+    for asked in ("int4", "int4-zp", "int8", "fp8", "mxfp4"):
+        subject = Subject("tiny", None, torch.float32, CPU, Wishes.of(asked))
+        model = subject.build()
+        (name, weight), *_ = quantised_weights(model)
+        module = model.get_submodule(name.rpartition(".")[0])
+        parts = [module._parameters[part].expression.read() for part in weight.parts]
+        assert 0.014 < float(weight.make(parts).std()) < 0.028, asked

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -117,12 +116,21 @@ def _coded(
     if dtype is None:
         dtype = scale if scale in (torch.float16, torch.bfloat16) else torch.bfloat16
     needed = [end for end in form.stored(shape, scale) if end != SHAPE]
-    parts = tuple((end, LazyTensor.of(extents[end])) for end in needed)
+    return stand_for(form, {end: LazyTensor.of(extents[end]) for end in needed}, shape, dtype)
+
+
+def stand_for(
+    form: WeightFormat,
+    parts: Mapping[str, LazyTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> LazyTensor:
+    """The weight of `shape` that `parts`, by the ends of their names, are stored for."""
 
     def decode(stored: Mapping[str, torch.Tensor], wanted: torch.dtype) -> torch.Tensor:
         return dequantise(form, stored, shape, wanted)
 
-    return LazyTensor(Coded(parts, partial(decode), torch.Size(shape), dtype))
+    return LazyTensor(Coded(tuple(parts.items()), decode, torch.Size(shape), dtype))
 
 
 def _shape(form: WeightFormat, extents: Mapping[str, Extent]) -> tuple[int, ...]:
