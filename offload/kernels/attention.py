@@ -35,8 +35,9 @@ class DecodeAttention(Call):
     The batch's columns are split over the GPU's multiprocessors by their actual number
     (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so ragged lengths cost
     what their sum costs. Partial results are float32 and are added in a fixed order. `workspace`
-    may be shared with other calls of the same stream; without one the call has its own. `splits`:
-    the most shares, for tests; 0 lets the library choose. `early`: see ResidualNorm; such a launch
+    may be shared with other calls of the same stream; without one the call has its own. `splits`
+    (the most shares) and `variant` (one way of the library's, see offload_kernels.h) are for
+    measurements and tests; 0 lets the library choose. `early`: see ResidualNorm; such a launch
     reads more than others ahead of time: length, start and every row's visible columns but its last
     must have been written before the stream's latest launch that was not early. Only the query and
     the rows' last visible columns may come from that launch or a later one.
@@ -63,6 +64,7 @@ class DecodeAttention(Call):
         max_length: int | None = None,
         workspace: Workspace | None = None,
         splits: int = 0,
+        variant: int = 0,
         early: bool = False,
     ) -> None:
         if not isinstance(query, torch.Tensor):
@@ -97,6 +99,8 @@ class DecodeAttention(Call):
             raise ValueError(f"{OP}: softcap must be 0 (none) or more, not {softcap}")
         if not 0 <= splits <= MOST_SPLITS:
             raise ValueError(f"{OP}: splits must be 0 to {MOST_SPLITS}, not {splits}")
+        if not 0 <= variant < 2**31:
+            raise ValueError(f"{OP}: variant must be 0 or more, not {variant}")
         if workspace is not None and workspace.device.type != query.device.type:
             raise ValueError(
                 f"{OP}: workspace must be on {query.device}, not on {workspace.device}"
@@ -124,6 +128,7 @@ class DecodeAttention(Call):
             max_length=max_length,
             window=window,
             splits=splits,
+            variant=variant,
             dtype=dtype,
             launch_early=early,
         )

@@ -136,7 +136,7 @@ class DecodeAttentionStruct(Structure):
         ("splits", c_int32),
         ("dtype", c_int32),
         ("launch_early", c_int32),
-        ("reserved", c_int32),
+        ("variant", c_int32),
     )
 
 

@@ -98,9 +98,10 @@ def host_library() -> ctypes.CDLL:
         for source in sources:
             shutil.copy(source, folder)
         (folder / "decode_attention_ptx.cuh").write_text('#include "host_attention.hpp"\n')
-        frame = (folder / "decode_attention.cuh").read_text()
-        assert frame.count(SHARED) == 1
-        (folder / "decode_attention.cuh").write_text(frame.replace(SHARED, ON_HOST))
+        for name in ("decode_attention.cuh", "decode_attention_clusters.cuh"):
+            kernel = (folder / name).read_text()
+            assert kernel.count(SHARED) == 1
+            (folder / name).write_text(kernel.replace(SHARED, ON_HOST))
         command = [compiler, "-x", "c++", "-std=c++17", "-O0", "-fPIC", "-fno-strict-aliasing"]
         command += ["-w", "-shared", "-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
         command += ["-include", str(HERE / "host_attention.hpp")]

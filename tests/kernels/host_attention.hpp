@@ -31,12 +31,13 @@ struct Copy {
     int bytes, seen;
 };
 
+constexpr int kMostThreads = 4096;  // of a cluster
 constexpr int kSharedOfMultiprocessor = 233472, kReserved = 1024, kStatic = 512;
 inline int multiprocessors = 4, shared_of_block = 232448;
 inline bool copies_are_late = false;
 inline std::vector<Late> late;
-inline std::vector<bool> under_way(256 << 10);      // by the byte at which a copy begins
-inline std::deque<std::vector<Copy>> copies[1024];  // of a thread; the last group is open
+inline std::vector<bool> under_way(kMostCluster* kSharedOfBlock);  // by a copy's first byte
+inline std::deque<std::vector<Copy>> copies[kMostThreads];  // of a thread; the last group is open
 
 // What is there before a block begins.
 inline const bool blocks_begin_clean = [] {
@@ -46,16 +47,55 @@ inline const bool blocks_begin_clean = [] {
             for (const auto& group : groups) require(group.empty(), "copies that nobody awaited");
             groups.clear();
         }
-        under_way.assign(256 << 10, false);
+        under_way.assign(under_way.size(), false);
     };
     return true;
 }();
 
-// All threads do first what a block may do before it waits.
+inline int rank_in_cluster() { return current / static_cast<int>(blockDim.x); }
+inline size_t byte_of(uint32_t at) { return rank_in_cluster() * size_t{kSharedOfBlock} + at; }
+
+inline void arrive_at_cluster() { ++self().cluster_barriers; }
+inline void wait_for_cluster() {
+    const int64_t mine = self().cluster_barriers;
+    for (const Thread& other : threads)
+        while (!other.done && other.cluster_barriers < mine) change_over();
+}
+
+// All threads do first what a cluster may do before it waits.
 inline void previous_kernel_ends() {
-    block_barrier();
+    arrive_at_cluster();
+    wait_for_cluster();
     for (const Late& x : late) memcpy(x.to, x.from, x.bytes);
-    block_barrier();
+    arrive_at_cluster();
+    wait_for_cluster();
+}
+
+// Clusters one after another, the blocks of each at once.
+inline void run_clusters(int clusters, int size, int count) {
+    gridDim = dim3(clusters * size);
+    blockDim = dim3(count);
+    threads.resize(size * count);
+    in_cluster = true;
+    for (int i = 0; i < clusters; ++i) {
+        const int cluster = last_block_first ? clusters - 1 - i : i;
+        memset(cluster_memory, 0xff, size_t{kSharedOfBlock} * size);
+        at_block();
+        for (Thread& thread : threads) begin_thread(thread);
+        for (bool left = true; left;) {
+            left = false;
+            for (current = 0; current < size * count; ++current) {
+                if (self().done) continue;
+                threadIdx = {static_cast<unsigned>(current % count), 0, 0};
+                blockIdx = {static_cast<unsigned>(cluster * size + current / count), 0, 0};
+                shared_memory = cluster_memory + byte_of(0);
+                swapcontext(&scheduler, &self().context);
+                left = true;
+            }
+        }
+    }
+    in_cluster = false;
+    shared_memory = cluster_memory;
 }
 
 // Puts words on the warp's table and returns it when all lanes have.
@@ -63,7 +103,7 @@ struct Words {
     uint64_t at[6];
 };
 inline const Words* trade(const Words& words) {
-    static Words tables[2][1024];
+    static Words tables[2][kMostThreads];
     Words* table = tables[self().warp_barriers % 2];
     table[current] = words;
     warp_barrier();
@@ -91,9 +131,16 @@ inline void queue(const Copy& c) {
     auto& groups = copies[current];
     if (groups.empty()) groups.emplace_back();
     groups.back().push_back(c);
-    require(!under_way[c.to], "two copies to one place, in no order");
-    under_way[c.to] = true;
+    require(!under_way[byte_of(c.to)], "two copies to one place, in no order");
+    under_way[byte_of(c.to)] = true;
     if (!copies_are_late) copy(c);
+}
+
+inline int cluster_size(const cudaLaunchConfig_t* config) {
+    for (unsigned i = 0; i < config->numAttrs; ++i)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+            return static_cast<int>(config->attrs[i].val.clusterDim.x);
+    return 1;
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -104,7 +151,16 @@ cudaError_t launch_attention(const cudaLaunchConfig_t* config, void (*kernel)(Pa
         return cudaErrorInvalidConfiguration;
     shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
     ++launches;
-    return host_launch(config, kernel, arguments...);
+    const int size = cluster_size(config);
+    if (size == 1) return host_launch(config, kernel, arguments...);
+    const int blocks = static_cast<int>(config->gridDim.x);
+    if (size > kMostCluster || blocks % size || size * config->blockDim.x > kMostThreads)
+        return cudaErrorInvalidConfiguration;
+    auto call = [&] { kernel(arguments...); };
+    body = [](void* f) { (*static_cast<decltype(call)*>(f))(); };
+    body_arguments = &call;
+    run_clusters(blocks / size, size, static_cast<int>(config->blockDim.x));
+    return cudaSuccess;
 }
 
 inline cudaError_t function_attributes(cudaFuncAttributes* attributes, const void*) {
@@ -117,6 +173,15 @@ template <typename Kernel>
 cudaError_t occupancy(int* blocks, Kernel, int threads, size_t shared) {
     *blocks = min(2048 / threads,
                   kSharedOfMultiprocessor / (static_cast<int>(shared) + kStatic + kReserved));
+    return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t occupancy_of_clusters(int* clusters, Kernel kernel, const cudaLaunchConfig_t* config) {
+    int blocks = 0;
+    occupancy(&blocks, kernel, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes);
+    const int all = blocks * multiprocessors / cluster_size(config);
+    *clusters = blocks > 0 ? max(all, 1) : 0;  // GPUs are larger than a cluster
     return cudaSuccess;
 }
 
@@ -145,6 +210,7 @@ extern "C" __attribute__((visibility("default"))) void host_late(const host_cuda
 #define cudaFuncGetAttributes host_cuda::function_attributes
 #define cudaFuncSetAttribute(kernel, attribute, value) ((void)(kernel), cudaSuccess)
 #define cudaOccupancyMaxActiveBlocksPerMultiprocessor host_cuda::occupancy
+#define cudaOccupancyMaxActiveClusters host_cuda::occupancy_of_clusters
 
 inline void __syncwarp() { host_cuda::warp_barrier(); }
 template <typename T>
@@ -155,6 +221,9 @@ template <typename T>
 T __shfl_up_sync(unsigned, T x, int by) {
     const int lane = host_cuda::current % 32;
     return host_cuda::shuffle(x, lane < by ? lane : lane - by);
+}
+inline int __shfl_xor_sync(unsigned, int x, int mask) {
+    return host_cuda::shuffle(x, host_cuda::current % 32 ^ mask);
 }
 inline bool __any_sync(unsigned, bool x) {
     host_cuda::Words words = {};
@@ -231,9 +300,36 @@ inline void copy_async_once(uint32_t to, const void* from, int seen, uint64_t) {
 inline uint64_t l2_policy(bool) { return 0; }
 inline void store_shared(uint32_t to, uint4 x) {
     host_cuda::require(to % 16 == 0 && to + 16 <= host_cuda::shared_bytes, "a store out of place");
-    host_cuda::require(!host_cuda::under_way[to], "a store and a copy to one place, in no order");
+    host_cuda::require(!host_cuda::under_way[host_cuda::byte_of(to)],
+                       "a store and a copy to one place, in no order");
     memcpy(host_cuda::shared_memory + to, &x, 16);
 }
+inline void open_inbox(uint64_t* inbox, uint32_t bytes) { *inbox = bytes; }
+inline void inbox_is_open() { host_cuda::arrive_at_cluster(); }
+inline void inboxes_are_open() { host_cuda::wait_for_cluster(); }
+inline void wait_for_inbox(uint64_t* inbox) {
+    while (*static_cast<volatile uint64_t*>(inbox) > 0) host_cuda::change_over();
+}
+// Where this block's `own` is in block `rank`.
+template <typename T>
+T* place_in(T* own, int rank, size_t bytes) {
+    const auto at = reinterpret_cast<unsigned char*>(own) - host_cuda::shared_memory;
+    host_cuda::require(at >= 0 && at + bytes <= host_cuda::shared_bytes, "sent out of place");
+    host_cuda::require(rank >= 0 && rank * blockDim.x < host_cuda::threads.size(), "sent nowhere");
+    return reinterpret_cast<T*>(host_cuda::cluster_memory +
+                                rank * size_t{host_cuda::kSharedOfBlock} + at);
+}
+template <typename T>
+void send(T* to, uint64_t* inbox, int rank, T x) {
+    memcpy(place_in(to, rank, sizeof x), &x, sizeof x);
+    uint64_t* const there = place_in(inbox, rank, sizeof *inbox);
+    host_cuda::require(*there >= sizeof x && *there < 1u << 30, "sent more than the inbox is for");
+    *there -= sizeof x;
+}
+inline void send(float* to, uint64_t* inbox, int rank, float4 x) {
+    send(reinterpret_cast<float4*>(to), inbox, rank, x);
+}
+inline float tanh_approximately(float x) { return 1.f - 2.f / (1.f + exp2f(x * 2.885390082f)); }
 inline void expect_in_l2(const void*) {}
 inline uint32_t count_and_see(uint32_t* counter) { return (*counter)++; }
 
@@ -247,7 +343,7 @@ inline void wait_for_copies(int running) {
     auto& groups = host_cuda::copies[host_cuda::current];
     while (static_cast<int>(groups.size()) > running + 1) {
         for (const auto& c : groups.front()) {
-            host_cuda::under_way[c.to] = false;
+            host_cuda::under_way[host_cuda::byte_of(c.to)] = false;
             if (host_cuda::copies_are_late) host_cuda::copy(c);
         }
         groups.pop_front();
@@ -303,6 +399,17 @@ void load(uint32_t (&to)[kMatrices], uint32_t address, bool transposed) {
 inline void load_matrices(uint32_t (&to)[4], uint32_t address) { load(to, address, false); }
 inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t address) {
     load(to, address, true);
+}
+inline uint32_t transpose_matrix(uint32_t pair) {
+    const host_cuda::Words* table = host_cuda::trade({{pair}});
+    const int lane = host_cuda::current % 32;
+    uint32_t transposed = 0;
+    for (int which = 0; which < 2; ++which) {
+        const int row = lane % 4 * 2 + which, column = lane / 4;
+        const uint64_t word = table[row * 4 + column / 2].at[0];
+        transposed |= static_cast<uint32_t>(word >> 16 * (column % 2) & 0xffff) << 16 * which;
+    }
+    return transposed;
 }
 inline void load_matrix_pair(uint32_t (&to)[2], uint32_t address) { load(to, address, false); }
 

@@ -30,7 +30,7 @@ struct Thread {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool done = false;
-    int64_t block_barriers = 0, warp_barriers = 0;
+    int64_t block_barriers = 0, warp_barriers = 0, cluster_barriers = 0;
     float exchange[2] = {};
 };
 
@@ -46,8 +46,9 @@ inline void change_over() { swapcontext(&self().context, &scheduler); }
 
 inline void block_barrier() {
     const int64_t mine = ++self().block_barriers;
-    for (const Thread& other : threads)
-        while (!other.done && other.block_barriers < mine) change_over();
+    const size_t first = current / blockDim.x * blockDim.x;
+    for (size_t i = first; i < first + blockDim.x; ++i)
+        while (!threads[i].done && threads[i].block_barriers < mine) change_over();
 }
 
 inline void warp_barrier() {
@@ -70,8 +71,19 @@ inline void run_thread() {
     change_over();
 }
 
-inline void run_grid(dim3 grid, dim3 block) {
+inline void begin_thread(Thread& thread) {
     constexpr size_t kStack = 128 << 10;
+    if (!thread.stack) thread.stack.reset(new char[kStack]);
+    thread.done = false;
+    thread.block_barriers = thread.warp_barriers = thread.cluster_barriers = 0;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStack;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, run_thread, 0);
+}
+
+inline void run_grid(dim3 grid, dim3 block) {
     gridDim = grid;
     blockDim = block;
     const int count = block.x;
@@ -79,17 +91,7 @@ inline void run_grid(dim3 grid, dim3 block) {
     for (unsigned y = 0; y < grid.y; ++y) {
         for (unsigned x = 0; x < grid.x; ++x) {
             blockIdx = {last_block_first ? grid.x - 1 - x : x, y, 0};
-            for (int i = 0; i < count; ++i) {
-                Thread& thread = threads[i];
-                if (!thread.stack) thread.stack.reset(new char[kStack]);
-                thread.done = false;
-                thread.block_barriers = thread.warp_barriers = 0;
-                getcontext(&thread.context);
-                thread.context.uc_stack.ss_sp = thread.stack.get();
-                thread.context.uc_stack.ss_size = kStack;
-                thread.context.uc_link = nullptr;
-                makecontext(&thread.context, run_thread, 0);
-            }
+            for (Thread& thread : threads) begin_thread(thread);
             for (bool left = true; left;) {
                 left = false;
                 for (current = 0; current < count; ++current) {

@@ -177,6 +177,14 @@ def exponents(arguments: dict[str, Any]) -> float:
     return max(sizes, default=0.0)
 
 
+CLUSTERS = (st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([4, 8]), st.integers(1, 4))
+
+
+def clusters(cluster: int, warps: int, stages: int) -> int:
+    """The variant of so many CTAs a cluster, warps a CTA and strips in flight a warp."""
+    return cluster + 100 * warps + 10000 * stages
+
+
 @st.composite
 def settings(draw: st.DrawFn, machine: str) -> dict[str, Any]:
     large = machine == "cuda"
@@ -197,11 +205,19 @@ def settings(draw: st.DrawFn, machine: str) -> dict[str, Any]:
     lengths = [draw(length) for _ in range(min(batch, 5))]
     starts = [draw(st.integers(0, n) | st.sampled_from([0, n, max(n - 1, 0)])) for n in lengths]
     lengths, starts = (list(itertools.islice(itertools.cycle(x), batch)) for x in (lengths, starts))
+    dtype = draw(st.sampled_from(DTYPES))
+    query_pad, offset = draw(st.sampled_from([0, 0, 8, 3])), draw(st.sampled_from([0, 0, 0, 1, 8]))
+    variant = draw(st.sampled_from([0, 0, 0, 1]) | st.builds(clusters, *CLUSTERS))
+    warps, stages = variant // 100 % 100, variant // 10000
+    small = warps * stages * 64 * max(head_dim, 64) < 64 << 10  # for all GPUs that HOSTS are
+    small &= large or warps * (variant % 100) <= 32
+    if dtype == torch.float32 or head_dim % 8 or query_pad == 3 or offset == 1 or not small:
+        variant = min(variant, 1)
     return {
         "lengths": lengths,
         "starts": draw(st.sampled_from([None, starts])),
         "capacity": capacity,
-        "dtype": draw(st.sampled_from(DTYPES)),
+        "dtype": dtype,
         "head_dim": head_dim,
         "kv_heads": kv_heads,
         "group": group,
@@ -210,10 +226,11 @@ def settings(draw: st.DrawFn, machine: str) -> dict[str, Any]:
         "softcap": draw(st.sampled_from([0.0, 0.0, 3.0, 50.0])),
         "window": draw(st.sampled_from([0, 0, 0, 1, 5, 64, 100, 5000])),
         "max_length": draw(st.sampled_from([None, None, max(capacity // 2, 1)])),
-        "query_pad": draw(st.sampled_from([0, 0, 8, 3])),
-        "offset": draw(st.sampled_from([0, 0, 0, 1, 2, 8])),
+        "query_pad": query_pad,
+        "offset": offset,
         "spare": draw(st.sampled_from([0, 8, 3])),
         "splits": draw(st.sampled_from([0, 0, 1, 2, 3, 7, 20, 1000])),
+        "variant": variant,
         "seed": draw(st.integers(0, 99)),
     }
 
@@ -284,8 +301,12 @@ def test_begins_before_the_query_and_the_last_columns_are_there(
 ) -> None:
     """They are NaN until the kernel has waited for the one ahead; all else may be read before."""
     named = {**NAMED, "split": {"lengths": [150, 64, 0, 300], "capacity": 300, "group": 20}}[name]
-    for splits, window in ((0, 0), (3, 0), (0, 65)):
-        a = make("host", dtype=dtype, **{**named, "splits": splits, "window": window})
+    ways = [(0, 0, 0), (0, 0, 1), (3, 0, 0), (0, 65, 0)]
+    if dtype != torch.float32 and name != "odd head":
+        ways += [(0, 0, clusters(2, 4, 1)), (9, 65, clusters(1, 4, 2))]
+    for splits, window, variant in ways:
+        options = {"splits": splits, "window": window, "variant": variant}
+        a = make("host", dtype=dtype, **{**named, **options})
         out, buffer = poisoned(*a["query"].shape, dtype=dtype, device="cpu")
         exact = exactly(a)
         peer = as_torch_rounds(a, exact)
@@ -299,7 +320,7 @@ def test_begins_before_the_query_and_the_last_columns_are_there(
             for _ in range(2):  # copies that come at once, and late ones
                 attention_machine.run({**a, "out": out, "early": True}, "host")
                 assert_untouched(out, buffer)
-                assert_accurate(out, peer, exact, f"{splits}, {window}", exponents=terms)
+                assert_accurate(out, peer, exact, str(options), exponents=terms)
 
 
 # Uniform lengths, and how many CTAs there are at most: cut at items, inside them, or both.
@@ -323,6 +344,54 @@ def test_repeats_and_splits(machine: str, dtype: torch.dtype, group: int) -> Non
         first, again = (outputs({**arguments, "splits": splits}, machine) for _ in range(2))
         assert torch.equal(first, again)
         assert_accurate(first, peer, exact, f"{splits} splits")
+
+
+# Lengths, queries a KV head, clusters at most, and how they are made up: an item a cluster, several
+# clusters an item, fewer parts than clusters, rows of very different lengths.
+CLUSTERED: dict[str, tuple[list[int], int, int, int]] = {
+    "one warp has a strip": ([5], 8, 0, clusters(4, 4, 1)),
+    "more strips than are in flight": ([700, 690], 3, 1, clusters(2, 4, 2)),
+    "slices of parts of heads": ([300], 7, 0, clusters(16, 4, 1)),
+    "more CTAs than fours": ([40], 1, 4, clusters(16, 4, 1)),
+    "clusters of one item": ([1100], 12, 6, clusters(2, 4, 1)),
+    "uneven rows": ([900, 3, 0, 250, 17], 8, 19, clusters(1, 4, 1)),
+    "many parts": ([2000], 8, 1000, clusters(1, 4, 1)),
+    "more rows than lanes": ([70 - i for i in range(35)], 2, 100, clusters(1, 4, 1)),
+    "groups of heads": ([200, 90], 35, 12, clusters(2, 4, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("machine", KERNELS)
+def test_clusters(machine: str, dtype: torch.dtype, name: str) -> None:
+    """Right, and bit for bit the same whichever CTA comes last."""
+    lengths, group, splits, variant = CLUSTERED[name]
+    sizes: dict[str, Any] = {"lengths": lengths, "capacity": max(lengths), "group": group}
+    sizes |= {"head_dim": 80, "kv_heads": 2, "splits": splits, "variant": variant}
+    a = make(machine, dtype=dtype, **sizes)
+    check(machine, a, name)
+    assert torch.equal(*(outputs(a, machine) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        (2, {}),
+        (clusters(3, 4, 1), {}),
+        (clusters(32, 4, 1), {}),
+        (clusters(8, 5, 1), {}),
+        (clusters(8, 4, 5), {}),
+        (clusters(8, 8, 4), {"head_dim": 256}),
+        (clusters(8, 4, 1), {"head_dim": 20}),
+        (clusters(8, 4, 1), {"dtype": torch.float32}),
+    ],
+)
+def test_no_such_variant(variant: int, changes: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"lengths": [40], "capacity": 40, "variant": variant, **changes}
+    a = make("host", **sizes)
+    with pytest.raises(AssertionError, match=f"variant {variant} "):
+        outputs(a, "host")
 
 
 @pytest.mark.parametrize("machine", KERNELS)
@@ -588,6 +657,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "max_length": ({"max_length": 7}, "max_length must be 1 to the caches' capacity of 6, not 7"),
     "max_length 0": ({"max_length": 0}, "max_length must be 1 to .* not 0"),
     "splits": ({"splits": 1025}, "splits must be 0 to 1024, not 1025"),
+    "variant": ({"variant": -1}, "variant must be 0 or more, not -1"),
     "workspace": ({"workspace": Workspace("meta")}, "workspace must be on cpu, not on meta"),
     "device": (
         {"length": torch.zeros(2, dtype=torch.int32, device="meta")},

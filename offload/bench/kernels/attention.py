@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch
 from torch.nn import functional
 
 from offload.bench.kernels.case import Case, copies, launches, seconds
-from offload.kernels.attention import MOST_SPLITS, DecodeAttention
+from offload.kernels.attention import DecodeAttention
 from offload.kernels.workspace import Workspace
 
 OP = "decode_attention"
 DTYPE = torch.bfloat16
 MOST_BYTES = 20_000_000_000  # of all caches of a case
 LARGE = 4_000_000_000  # of one copy: alone it is far more than L2
+SWEEP_BYTES = 300_000_000  # what a sweep goes round: also far more
+SHARES = 1  # the variant in which CTAs take equal shares of all columns
+
+Options = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,13 @@ SHORT = (
     OTHERS[3],
     Shape(8, 64, 8, 512, ragged=True),
 )
+SWEPT = (
+    Shape(1, 32, 4, 1024),
+    Shape(8, 64, 8, 2048),
+    Shape(8, 64, 8, 2048, ragged=True),
+    Shape(8, 32, 32, 2048),
+    Shape(1, 40, 40, 2048),
+)
 TINY = (Shape(2, 4, 2, 33, head_dim=16), Shape(3, 4, 2, 33, head_dim=16, ragged=True))
 
 
@@ -110,14 +122,16 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield case(shape, device)
 
 
-def case(shape: Shape, device: torch.device, splits: Sequence[int] = ()) -> Case:
+def case(shape: Shape, device: torch.device, ways: Mapping[str, Options] | None = None) -> Case:
     """Ours launched as in a model, before the kernel ahead of it has ended, and by itself.
 
-    `splits`: other shares than the library chooses (see DecodeAttention), as the only peers.
+    `ways`: options of DecodeAttention other than the library's choice, as more peers.
     """
     lengths = shape.lengths()
     visible = shape.bytes_of(sum(lengths))
     count = 1 if shape.bytes_allocated > LARGE else copies(visible, device)
+    if ways is not None:
+        count = min(count, max(3, SWEEP_BYTES // visible))
     count = max(1, min(count, MOST_BYTES // shape.bytes_allocated))
     like: dict[str, Any] = {"dtype": DTYPE, "device": device}
     caches = torch.empty(
@@ -129,7 +143,7 @@ def case(shape: Shape, device: torch.device, splits: Sequence[int] = ()) -> Case
     out = torch.empty_like(query)
     workspace = Workspace(device)
 
-    def calls(columns: list[int], early: bool, splits: int = 0) -> Callable[[int], None]:
+    def calls(columns: list[int], **options: Any) -> Callable[[int], None]:
         length = torch.tensor(columns, dtype=torch.int32, device=device)
         return launches(
             [
@@ -141,29 +155,30 @@ def case(shape: Shape, device: torch.device, splits: Sequence[int] = ()) -> Case
                     length=length,
                     scale=shape.head_dim**-0.5,
                     workspace=workspace,
-                    splits=splits,
-                    early=early,
+                    **options,
                 )
                 for pair in caches
             ]
         )
 
-    on_gpu = device.type == "cuda"
+    early = device.type == "cuda"
     peers: dict[str, Callable[[int], Any]] = {}
-    if splits:
-        peers |= {f"{n} shares": calls(lengths, on_gpu, n) for n in splits}
-    elif on_gpu:
+    if early:
         peers["not early"] = calls(lengths, early=False)
-    if shape.ragged and not splits:
-        peers["uniform"] = calls([shape.length] * shape.batch, early=on_gpu)
-    if not splits:
-        peers["SDPA"] = sdpa(query, caches, lengths if shape.ragged else None)
+    if shape.ragged:
+        peers["uniform"] = calls([shape.length] * shape.batch, early=early)
+    peers["SDPA"] = sdpa(query, caches, lengths if shape.ragged else None)
+    for name, options in (ways or {}).items():
+        try:
+            peers[name] = calls(lengths, early=early, **options)
+        except RuntimeError:  # not for this shape or this GPU
+            continue
     return Case(
         op=OP,
         shape=shape.name,
         bytes=visible + 2 * query.nbytes,
         flop=4.0 * shape.heads * shape.head_dim * sum(lengths),
-        ours=calls(lengths, early=on_gpu),
+        ours=calls(lengths, early=early),
         peers=peers,
         copies=count,
         hbm="read",
@@ -188,16 +203,41 @@ def sdpa(
     return run
 
 
-def sweep(device: torch.device, shapes: Sequence[Shape] = SHORT) -> None:
-    """Print the microseconds of each shape with other numbers of shares than the library's."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shares = (sms // 2, sms, sms * 3 // 2, sms * 2, sms * 3, sms * 4)
+def ways_for(shape: Shape) -> dict[str, Options]:
+    """Shares of all columns, then clusters: CTAs x warps x strips in flight, how many of them.
+
+    Left out is what would have more strips in flight than a warp has, or far more or fewer CTAs
+    than a GPU. Without a count, an item has several clusters where each warp keeps four strips.
+    """
+    ways: dict[str, Options] = {"shares": {"variant": SHARES}}
+    items = shape.batch * shape.kv_heads * -(-(shape.heads // shape.kv_heads) // 16)
+    strips = -(-shape.length // 16)
+    for cluster, warps, stages in itertools.product((1, 2, 4, 8, 16), (4, 8), (1, 2, 3, 4)):
+        a_warp, ctas = -(-strips // (cluster * warps)), items * cluster
+        if not min(a_warp, 2) <= stages <= a_warp or warps * stages * shape.head_dim > 3072:
+            continue
+        if ctas > 1100 or (cluster < 8 and ctas < 128):
+            continue
+        name, way = f"{cluster}x{warps}x{stages}", cluster + 100 * warps + 10000 * stages
+        ways[name] = {"variant": way}
+        if a_warp > 1 and ctas <= 132:
+            for clusters in (items, 132 // cluster, 264 // cluster):
+                if stages < 4 and clusters >= items:
+                    ways[f"{name} /{clusters}"] = {"variant": way, "splits": clusters}
+    return ways
+
+
+def sweep(device: torch.device, shapes: Sequence[Shape] = (*SHORT, *SWEPT)) -> None:
+    """Print the microseconds of each shape's ways, the library's first, then the fastest."""
     for shape in shapes:
-        tried = case(shape, device, [n for n in shares if n <= MOST_SPLITS])
+        tried = case(shape, device, ways_for(shape))
         ways = {"ours": tried.ours, **tried.peers}
-        found = seconds(list(ways.values()), device, tried.copies, rounds=5)
-        times = ", ".join(f"{n} {t * 1e6:.4g}" for n, t in zip(ways, found, strict=True))
-        print(f"{shape.name}: {times}", flush=True)
+        found = seconds(list(ways.values()), device, tried.copies, rounds=5, passes=2, settle=5e-3)
+        times = dict(zip(ways, found, strict=True))
+        fixed = [n for n in ("ours", "not early", "uniform", "SDPA", "shares") if n in times]
+        rest = sorted(times.keys() - fixed, key=times.__getitem__)[:14]
+        text = ", ".join(f"{n} {times[n] * 1e6:.4g}" for n in (*fixed, *rest))
+        print(f"{shape.name} ({len(times)} ways): {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 #include <mutex>
 #include <tuple>
 
+#include "decode_attention_cluster_plan.cuh"
 #include "decode_attention_mma.cuh"
 #include "decode_attention_scalar.cuh"
 
 namespace offload {
 namespace decode {
 namespace {
-
-using Kernel = void (*)(Params);
 
 constexpr int kMostStages = 5;
 // Caches of so many bytes stay in L2 while items that share a KV head read them one by one.
@@ -77,12 +76,6 @@ int find_fit(Kernel kernel, int threads, int stage_bytes, int fixed_bytes, const
     return 0;
 }
 
-struct Plan {
-    Kernel kernel;
-    int threads, shared, grid;
-    Params params;
-};
-
 // A kernel of the tensor cores and its shape; `queries` are an item's.
 struct Mma {
     Kernel kernel;
@@ -121,14 +114,6 @@ Kernel scalar_for(int queries) {
     return decode_attention_kernel<ScalarMath<T, 16>>;
 }
 
-int divided(int a, int b) { return (a - 1) / b + 1; }
-
-void share_heads(Plan* plan, int most) {
-    Params& p = plan->params;
-    p.head_tiles = divided(p.group, most);
-    p.tile_heads = divided(p.group, p.head_tiles);
-}
-
 // Everything that the tensor cores' math reads 16 bytes of at once begins at a multiple of 16.
 bool tensor_cores_take(const OffloadDecodeAttention& a) {
     return a.dtype != OFFLOAD_F32 && a.head_dim % 8 == 0 && a.head_dim <= 256 &&
@@ -137,13 +122,15 @@ bool tensor_cores_take(const OffloadDecodeAttention& a) {
            a.cache_batch_stride % 8 == 0 && a.cache_head_stride % 8 == 0;
 }
 
+bool fits_l2(const OffloadDecodeAttention& a) {
+    return static_cast<int64_t>(a.batch) * a.kv_heads * a.max_length * a.head_dim * 4 <= kBytesInL2;
+}
+
 int plan_mma(const OffloadDecodeAttention& a, const Device& device, Plan* plan, Fit* fit) {
     Params& p = plan->params;
     // Large groups are one item, so that HBM is read once; or several, with less to combine each,
     // where it is anyway. A caller that gives `splits` gets the former.
-    const int64_t bytes =
-        static_cast<int64_t>(a.batch) * a.kv_heads * a.max_length * a.head_dim * 4;
-    const bool apart = p.group > 16 && bytes <= kBytesInL2 && a.splits == 0;
+    const bool apart = p.group > 16 && fits_l2(a) && a.splits == 0;
     const int group = apart ? 16 : p.group;
     const Mma m = a.dtype == OFFLOAD_F16 ? mma_for<__half>(a.head_dim, group)
                                          : mma_for<__nv_bfloat16>(a.head_dim, group);
@@ -194,6 +181,10 @@ int plan_scalar(const OffloadDecodeAttention& a, const Device& device, Plan* pla
                   a.head_dim);
 }
 
+int64_t slots_of(const Plan& plan) {
+    return 2 * static_cast<int64_t>(plan.grid) * plan.params.tile_heads;
+}
+
 // Without looking at what only a launch needs.
 int make_plan(const OffloadDecodeAttention& a, Plan* plan) {
     if (a.dtype != OFFLOAD_F32 && a.dtype != OFFLOAD_F16 && a.dtype != OFFLOAD_BF16)
@@ -212,6 +203,8 @@ int make_plan(const OffloadDecodeAttention& a, Plan* plan) {
         return refuse("decode_attention: softcap %g must not be negative", a.softcap);
     if (a.splits < 0 || a.splits > kMostShares)
         return refuse("decode_attention: splits %d must be 0 to %d", a.splits, kMostShares);
+    if (a.variant < 0)
+        return refuse("decode_attention: variant %d must not be negative", a.variant);
     const Device& device = current_device();
     if (device.index < 0) return static_cast<int>(cudaErrorInvalidDevice);
 
@@ -242,9 +235,14 @@ int make_plan(const OffloadDecodeAttention& a, Plan* plan) {
 
     Fit fit = {0, 0};
     if (tensor_cores_take(a)) {
+        if (int status = plan_clusters(a, device, fits_l2(a), plan)) return status;
+        if (plan->cluster > 0) return 0;
         if (int status = plan_mma(a, device, plan, &fit)) return status;
         p.columns = 64;
     }
+    if (a.variant > kNoClusters && a.batch > 0)
+        return refuse("decode_attention: variant %d is not for this dtype, head_dim or alignment",
+                      a.variant);
     if (fit.ctas == 0)
         if (int status = plan_scalar(a, device, plan, &fit)) return status;
     p.items = a.kv_heads * p.head_tiles;
@@ -253,15 +251,8 @@ int make_plan(const OffloadDecodeAttention& a, Plan* plan) {
     const int64_t most = static_cast<int64_t>(a.batch) * p.items * divided(a.max_length, p.columns);
     const int64_t wanted = a.splits ? a.splits : fit.ctas * device.multiprocessors;
     plan->grid = static_cast<int>(min(min(wanted, static_cast<int64_t>(kMostShares)), most));
+    plan->workspace_bytes = slots_of(*plan) * (p.padded_dim * sizeof(float) + sizeof(float2));
     return 0;
-}
-
-int64_t slots_of(const Plan& plan) {
-    return 2 * static_cast<int64_t>(plan.grid) * plan.params.tile_heads;
-}
-
-int64_t workspace_bytes(const Plan& plan) {
-    return slots_of(plan) * (plan.params.padded_dim * sizeof(float) + sizeof(float2));
 }
 
 }  // namespace
@@ -272,7 +263,7 @@ OFFLOAD_API int64_t offload_decode_attention_workspace(const OffloadDecodeAttent
     using namespace offload;
     decode::Plan plan;
     if (int status = decode::make_plan(*arguments, &plan)) return status < 0 ? status : -status;
-    return decode::workspace_bytes(plan);
+    return plan.workspace_bytes;
 }
 
 OFFLOAD_API int offload_decode_attention(const OffloadDecodeAttention* arguments, void* stream) {
@@ -284,14 +275,14 @@ OFFLOAD_API int offload_decode_attention(const OffloadDecodeAttention* arguments
     if (!a.query || !a.key_cache || !a.value_cache || !a.output || !a.length)
         return refuse("decode_attention: query, caches, output and length must not be null");
     if (!a.counters) return refuse("decode_attention: counters must not be null");
-    if (!a.workspace || !aligned16(a.workspace) ||
-        a.workspace_bytes < decode::workspace_bytes(plan))
+    if (!a.workspace || !aligned16(a.workspace) || a.workspace_bytes < plan.workspace_bytes)
         return refuse(
             "decode_attention: workspace must be %lld bytes at a multiple of 16, not "
             "%lld at %p",
-            static_cast<long long>(decode::workspace_bytes(plan)),
-            static_cast<long long>(a.workspace_bytes), static_cast<const void*>(a.workspace));
+            static_cast<long long>(plan.workspace_bytes), static_cast<long long>(a.workspace_bytes),
+            static_cast<const void*>(a.workspace));
     plan.params.sums = a.workspace;
+    if (plan.cluster > 0) return decode::launch_clusters(plan, stream, a.launch_early != 0);
     plan.params.stats =
         reinterpret_cast<float2*>(a.workspace + decode::slots_of(plan) * plan.params.padded_dim);
     return launch("decode_attention", plan.kernel, dim3(plan.grid), dim3(plan.threads), plan.shared,

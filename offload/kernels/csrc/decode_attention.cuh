@@ -58,10 +58,12 @@ struct Params {
     int32_t items;       // items a sequence
     int32_t max_length, window;
     int32_t stages;
-    int32_t room;     // of shared memory, in float2s
-    int32_t early;    // the kernel ahead may still run
-    int32_t columns;  // of a tile, where the math leaves it open
-    int32_t unit;     // bytes a copy into shared memory moves, where the math leaves it open
+    int32_t room;          // of shared memory, in float2s
+    int32_t early;         // the kernel ahead may still run
+    int32_t columns;       // of a tile, where the math leaves it open
+    int32_t unit;          // bytes a copy into shared memory moves, where the math leaves it open
+    int32_t cluster;       // CTAs, where they come in clusters
+    int32_t least_strips;  // of an item that are worth a cluster
 };
 
 // The columns that one sequence's query sees.
@@ -215,18 +217,36 @@ __device__ __forceinline__ bool find_share(const Params& p, int32_t width, Share
     return true;
 }
 
+// An item of a sequence.
+struct Place {
+    int32_t b, item;
+
+    __device__ int32_t kv_head(const Params& p) const {
+        return p.head_tiles == 1 ? item : item / p.head_tiles;
+    }
+    // The first of this item's query heads, and how many there are.
+    __device__ int32_t head(const Params& p) const {
+        if (p.head_tiles == 1) return item * p.group;
+        const int32_t kv = item / p.head_tiles;
+        return kv * p.group + (item - kv * p.head_tiles) * p.tile_heads;
+    }
+    __device__ int32_t heads(const Params& p) const {
+        if (p.head_tiles == 1) return p.group;
+        return min(p.tile_heads, p.group - (item % p.head_tiles) * p.tile_heads);
+    }
+};
+
 // One tile of a CTA's piece; `segment` counts the items that it touched before this one.
-struct Cursor {
+struct Cursor : Place {
     int64_t left;  // tiles from here to the end of the piece
-    int32_t b, item, tile, tiles;
+    int32_t tile, tiles;
     int32_t segment;
     Visible see;
     bool fresh;  // the piece's first tile of this item
 
     __device__ Cursor(const Params& p, const Share& share, int32_t width)
-        : left(share.count),
-          b(share.b),
-          item(share.item),
+        : Place{share.b, share.item},
+          left(share.count),
           tile(share.tile),
           segment(0),
           see(visible(p, share.b)),
@@ -244,20 +264,6 @@ struct Cursor {
         item = 0;
         see = visible(p, ++b);
         tiles = tiles_of(see.columns, width);
-    }
-
-    __device__ int32_t kv_head(const Params& p) const {
-        return p.head_tiles == 1 ? item : item / p.head_tiles;
-    }
-    // The first of this item's query heads, and how many there are.
-    __device__ int32_t head(const Params& p) const {
-        if (p.head_tiles == 1) return item * p.group;
-        const int32_t kv = item / p.head_tiles;
-        return kv * p.group + (item - kv * p.head_tiles) * p.tile_heads;
-    }
-    __device__ int32_t heads(const Params& p) const {
-        if (p.head_tiles == 1) return p.group;
-        return min(p.tile_heads, p.group - (item % p.head_tiles) * p.tile_heads);
     }
 };
 

@@ -11,6 +11,11 @@ __device__ __forceinline__ float exp2_approximately(float x) {
     return y;
 }
 
+// Within 2e-7 of tanh.
+__device__ __forceinline__ float tanh_approximately(float x) {
+    return 1.f - __fdividef(2.f, 1.f + exp2_approximately(x * 2.885390082f));
+}
+
 // Copies into shared memory; bytes beyond `seen` are zeros, and where it is 0 nothing is read.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int seen) {
@@ -40,19 +45,15 @@ __device__ __forceinline__ void end_copies() {
 }
 // Until at most `running` of this thread's latest groups of copies are still under way.
 __device__ __forceinline__ void wait_for_copies(int running) {
-    switch (running) {
-        case 0:
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
-            break;
-        case 1:
-            asm volatile("cp.async.wait_group 1;" ::: "memory");
-            break;
-        case 2:
-            asm volatile("cp.async.wait_group 2;" ::: "memory");
-            break;
-        default:
-            asm volatile("cp.async.wait_group 3;" ::: "memory");
-    }
+    // Not a switch: its jump table is a load.
+    if (running == 0)
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (running == 1)
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else if (running == 2)
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
@@ -115,6 +116,83 @@ __device__ __forceinline__ void load_matrix_pair(uint32_t (&to)[2], uint32_t add
                  : "=r"(to[0]), "=r"(to[1])
                  : "r"(address)
                  : "memory");
+}
+
+// Of an 8 x 8 matrix whose row lane / 4 has this lane's pair at lane % 4, that of its transpose.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+// What a cluster's CTAs write into each other's shared memory. Each opens its inbox (16 bytes
+// there) for so many bytes, in one thread; when all CTAs have, `inboxes_are_open` returns in all
+// threads, and every CTA may send. Bytes are seen by who then waited for the inbox. Before sm_90 a
+// cluster is one CTA.
+__device__ __forceinline__ void open_inbox(uint64_t* inbox, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(inbox));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+                 : "memory");
+#endif
+}
+__device__ __forceinline__ void inbox_is_open() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void inboxes_are_open() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_inbox(uint64_t* inbox) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(inbox));
+    uint32_t done;
+    do {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; "
+            "selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(at)
+            : "memory");
+    } while (!done);
+#else
+    __syncthreads();
+#endif
+}
+// The place in CTA `rank`'s shared memory that `own` is in this one's.
+__device__ __forceinline__ uint32_t place_in(const void* own, int rank) {
+    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(own));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+#endif
+    return at;
+}
+__device__ __forceinline__ void send(float* to, uint64_t* inbox, int rank, float4 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(place_in(to, rank)),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(place_in(inbox, rank))
+        : "memory");
+#else
+    *reinterpret_cast<float4*>(to) = x;
+#endif
+}
+__device__ __forceinline__ void send(float2* to, uint64_t* inbox, int rank, float2 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+        "[%3];" ::"r"(place_in(to, rank)),
+        "f"(x.x), "f"(x.y), "r"(place_in(inbox, rank))
+        : "memory");
+#else
+    *to = x;
+#endif
 }
 
 template <typename T>

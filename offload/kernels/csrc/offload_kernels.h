@@ -147,7 +147,10 @@ typedef struct {
     int32_t launch_early;  // reads ahead of time: lengths, starts and every row's visible columns
                            // but its last were written before the stream's latest launch that was
                            // not early; queries and last columns may come from it or a later one
-    int32_t reserved;
+    int32_t variant;  // 0: chosen by the library; 1: shares of all columns; else clusters of CTAs
+                      // an item: cluster + 100 * warps a CTA + 10000 * strips in flight a warp,
+                      // with clusters of 1, 2, 4, 8 or 16, warps 4 or 8, strips 1 to 4, and at most
+                      // `splits` clusters unless there are more items
 } OffloadDecodeAttention;
 
 // output = act(norm(input) @ weight.T + bias) + residual for a few rows; with a gate the weight has

@@ -1,0 +1,208 @@
+// Which launches decode_attention_clusters.cuh serves, and in which shape.
+#pragma once
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "decode_attention_clusters.cuh"
+
+namespace offload {
+namespace decode {
+
+using Kernel = void (*)(Params);
+
+struct Plan {
+    Kernel kernel;
+    int threads, shared, grid;
+    int cluster;  // CTAs; 0: the launch has no clusters
+    Params params;
+    int64_t workspace_bytes;
+};
+
+inline int divided(int a, int b) { return (a - 1) / b + 1; }
+
+inline void share_heads(Plan* plan, int most) {
+    Params& p = plan->params;
+    p.head_tiles = divided(p.group, most);
+    p.tile_heads = divided(p.group, p.head_tiles);
+}
+
+// A caller's choice: cluster + 100 * warps + 10000 * stages.
+struct ClusterShape {
+    int cluster, warps, stages;
+};
+constexpr int kNoClusters = 1;  // of OffloadDecodeAttention::variant
+// Of a warp: what makes another cluster for an item, and so a merge through global memory (2 us),
+// worth it.
+constexpr int kLeastStrips = 4;
+
+struct ClusterKernel {
+    Kernel kernel;
+    int heads;
+    int (*ring_bytes)(int stages);
+    int (*shared_bytes)(int warps, int stages, int cluster);
+    int (*slot)(int cluster);
+};
+
+template <typename T, int kDim>
+ClusterKernel cluster_kernel(int queries) {
+    if (queries <= 8) {
+        using Shape = StripShape<kDim, 1>;
+        return {decode_attention_clusters_kernel<T, kDim, 1>, Shape::kHeads, Shape::ring_bytes,
+                Shape::shared_bytes, Shape::slot};
+    }
+    using Shape = StripShape<kDim, 2>;
+    return {decode_attention_clusters_kernel<T, kDim, 2>, Shape::kHeads, Shape::ring_bytes,
+            Shape::shared_bytes, Shape::slot};
+}
+
+template <typename T>
+ClusterKernel cluster_kernel(int head_dim, int queries) {
+    if (head_dim <= 64) return cluster_kernel<T, 64>(queries);
+    if (head_dim <= 80) return cluster_kernel<T, 80>(queries);
+    if (head_dim <= 96) return cluster_kernel<T, 96>(queries);
+    if (head_dim <= 128) return cluster_kernel<T, 128>(queries);
+    return cluster_kernel<T, 256>(queries);
+}
+
+// How many clusters run at once; 0 where one does not fit. Worked out once a kernel, device and
+// size.
+inline int clusters_at_once(const Plan& plan, const Device& device, int* clusters) {
+    static std::mutex mutex;
+    static std::map<std::tuple<int, Kernel, int, int, int>, int> known;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto key =
+        std::make_tuple(device.index, plan.kernel, plan.threads, plan.shared, plan.cluster);
+    const auto found = known.find(key);
+    if (found != known.end()) {
+        *clusters = found->second;
+        return 0;
+    }
+    *clusters = 0;
+    if (plan.shared <= device.shared_per_block) {
+        const void* function = reinterpret_cast<const void*>(plan.kernel);
+        const std::pair<cudaFuncAttribute, int> wanted[] = {
+            {cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block},
+            {cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared},
+            {cudaFuncAttributeNonPortableClusterSizeAllowed, 1}};
+        for (const auto& one : wanted) {
+            if (one.first == cudaFuncAttributeNonPortableClusterSizeAllowed && device.major < 9)
+                continue;
+            if (int status = cuda_status("decode_attention",
+                                         cudaFuncSetAttribute(function, one.first, one.second)))
+                return status;
+        }
+        if (plan.cluster == 1) {
+            if (int status = cuda_status("decode_attention",
+                                         cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                                             clusters, plan.kernel, plan.threads, plan.shared)))
+                return status;
+            *clusters *= device.multiprocessors;
+        } else {
+            cudaLaunchConfig_t config = {};
+            cudaLaunchAttribute attribute = {};
+            attribute.id = cudaLaunchAttributeClusterDimension;
+            attribute.val.clusterDim.x = plan.cluster;
+            attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+            config.gridDim = dim3(plan.cluster);
+            config.blockDim = dim3(plan.threads);
+            config.dynamicSmemBytes = plan.shared;
+            config.attrs = &attribute;
+            config.numAttrs = 1;
+            if (int status = cuda_status("decode_attention", cudaOccupancyMaxActiveClusters(
+                                                                 clusters, plan.kernel, &config)))
+                return status;
+        }
+    }
+    known.emplace(key, *clusters);
+    return 0;
+}
+
+// Shapes the launch for clusters where it is one for them; else leaves plan->cluster 0. Call it
+// where the tensor cores take the call's head size and addresses.
+inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, bool in_l2,
+                         Plan* plan) {
+    Params& p = plan->params;
+    const bool chosen = a.variant > kNoClusters;
+    ClusterShape shape = {a.variant % 100, a.variant / 100 % 100, a.variant / 10000};
+    if (a.variant == kNoClusters || a.batch < 1 || (!chosen && a.splits > 0)) return 0;
+    share_heads(plan, 16);
+    const int64_t pieces = static_cast<int64_t>(a.batch) * a.kv_heads * p.head_tiles;
+    if (!chosen) {
+        // Enough items fill the GPU by themselves, and shares of a line then fill it evenly. Large
+        // groups are read once for all of their queries, unless L2 has what is read.
+        if (device.major < 9 || a.batch > kMostClusterRows || pieces > device.multiprocessors)
+            return 0;
+        if (p.head_tiles > 1 && !in_l2) return 0;
+        shape = {8, 4, 3};
+        // One round of CTAs, four of them at once on a multiprocessor.
+        while (shape.cluster > 1 && pieces * shape.cluster > 4 * device.multiprocessors)
+            shape.cluster /= 2;
+    }
+    const bool known_cluster = shape.cluster >= 1 && shape.cluster <= kMostCluster &&
+                               (shape.cluster & (shape.cluster - 1)) == 0;
+    if (!known_cluster || (shape.warps != 4 && shape.warps != 8) || shape.stages < 1 ||
+        shape.stages > 4 || (shape.cluster > 1 && device.major < 9) ||
+        pieces * shape.cluster > INT_MAX)
+        return refuse("decode_attention: variant %d is none of this GPU's", a.variant);
+
+    const ClusterKernel k = a.dtype == OFFLOAD_F16
+                                ? cluster_kernel<__half>(a.head_dim, p.tile_heads)
+                                : cluster_kernel<__nv_bfloat16>(a.head_dim, p.tile_heads);
+    const int strips = divided(a.max_length, kStrip);  // at most, of an item
+    const int warps = shape.cluster * shape.warps;
+    plan->kernel = k.kernel;
+    plan->threads = 32 * shape.warps;
+    int at_once = 0;
+    if (!chosen) shape.stages = min(3, (strips - 1) / warps + 1);
+    for (; shape.stages > 0; --shape.stages) {
+        plan->cluster = shape.cluster;
+        plan->shared = k.shared_bytes(shape.warps, shape.stages, shape.cluster);
+        if (int status = clusters_at_once(*plan, device, &at_once)) return status;
+        if (at_once >= pieces || chosen || (shape.stages == 1 && at_once > 0)) break;
+    }
+    if (at_once == 0) {
+        plan->cluster = 0;
+        return chosen ? refuse("decode_attention: variant %d does not fit this GPU", a.variant) : 0;
+    }
+    p.items = a.kv_heads * p.head_tiles;
+    p.cluster = shape.cluster;
+    p.stages = shape.stages;
+    p.early = a.launch_early != 0;
+    const bool counted = chosen && a.splits > 0;
+    p.least_strips = warps * (counted ? 1 : kLeastStrips);
+    // The parts' statistics take the rings' place; every CTA has a counter.
+    const int room = min(shape.warps * k.ring_bytes(shape.stages) / (k.heads * 8),
+                         OFFLOAD_DECODE_ATTENTION_COUNTERS / shape.cluster);
+    const int parts = divided(strips, p.least_strips);
+    const int64_t most = min(counted ? a.splits : at_once, room);
+    const int64_t useful = a.batch > kMostClusterRows ? pieces : pieces * parts;
+    plan->grid = static_cast<int>(max(min(most, useful), pieces) * shape.cluster);
+    plan->workspace_bytes = static_cast<int64_t>(plan->grid) * k.slot(shape.cluster) * 4;
+    return 0;
+}
+
+inline int launch_clusters(const Plan& plan, void* stream, bool early) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(plan.grid);
+    config.blockDim = dim3(plan.threads);
+    config.dynamicSmemBytes = plan.shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (early && current_device().major >= 9) {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+    }
+    if (plan.cluster > 1) {
+        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim.x = plan.cluster;
+        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
+    return cuda_status("decode_attention", cudaLaunchKernelEx(&config, plan.kernel, plan.params));
+}
+
+}  // namespace decode
+}  // namespace offload
