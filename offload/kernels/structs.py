@@ -166,7 +166,7 @@ class SkinnyGemmStruct(Structure):
         ("splits", c_int32),
         ("dtype", c_int32),
         ("launch_early", c_int32),
-        ("variant", c_int32),
+        ("reserved", c_int32),
     )
 
 

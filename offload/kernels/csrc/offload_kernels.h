@@ -111,6 +111,42 @@ typedef struct {
     int32_t gated;
     int32_t dtype;
     int32_t launch_early;
+    int32_t reserved;
+} OffloadActivation;
+
+// The most CTAs that share a call's work, and the counters that they use.
+#define OFFLOAD_DECODE_ATTENTION_SHARES 1024
+#define OFFLOAD_DECODE_ATTENTION_COUNTERS (3 * OFFLOAD_DECODE_ATTENTION_SHARES)
+
+// One query a sequence against its cache. Column j of row b is seen if start[b] <= j < length[b]
+// and, with a window, j >= length[b] - window. score = softcap(scale * q.k) + slope * j; a sink
+// adds exp(sink) to the sum of the softmax. A row that sees nothing gives zeros.
+typedef struct {
+    const void* query;  // element (b, h, 0) at b * query_batch_stride + h * query_head_stride
+    const void* key_cache;
+    const void* value_cache;
+    void* output;           // [batch, heads, head_dim]
+    const int32_t* start;   // [batch]; null: 0
+    const int32_t* length;  // [batch]
+    const float* slopes;    // [heads], ALiBi; null
+    const float* sinks;     // [heads]; null
+    float* workspace;       // partial results of the splits
+    uint32_t*
+        counters;  // [OFFLOAD_DECODE_ATTENTION_COUNTERS], zero before the first call; left zero
+    int64_t workspace_bytes;
+    int64_t query_batch_stride, query_head_stride;
+    int64_t cache_batch_stride, cache_head_stride;
+    float scale;
+    float softcap;  // 0: none
+    int32_t batch, heads, kv_heads, head_dim;
+    int32_t max_length;  // columns beyond it are not looked at
+    int32_t window;      // 0: none
+    int32_t splits;      // most shares of the batch's columns, one a CTA, at most
+                         // OFFLOAD_DECODE_ATTENTION_SHARES; 0: chosen by the library
+    int32_t dtype;
+    int32_t launch_early;  // reads ahead of time: lengths, starts and every row's visible columns
+                           // but its last were written before the stream's latest launch that was
+                           // not early; queries and last columns may come from it or a later one
     int32_t variant;  // 0: chosen by the library; 1: shares of all columns; else clusters of CTAs
                       // an item: cluster + 100 * warps a CTA + 10000 * strips in flight a warp,
                       // with clusters of 1, 2, 4, 8 or 16, warps 4 or 8, strips 1 to 4, and at most
