@@ -38,4 +38,16 @@ void multiply_tile(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
                 }
 }
 
+template <typename T>
+uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c, T type) {
+    uint16_t halves[2];
+    for (int i = 0; i < 2; ++i) {
+        // Exact in double, but for tails that a rounding to 11 bits does not see.
+        const T y = from_float<T>(static_cast<float>(
+            static_cast<double>(element(a, i, type)) * element(b, i, type) + element(c, i, type)));
+        memcpy(&halves[i], &y, sizeof y);
+    }
+    return halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+}
+
 }  // namespace offload
