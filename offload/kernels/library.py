@@ -20,6 +20,8 @@ LAUNCHERS = {
     "offload_activation": structs.ActivationStruct,
     "offload_decode_attention": structs.DecodeAttentionStruct,
     "offload_skinny_gemm": structs.SkinnyGemmStruct,
+    "offload_dequantize": structs.DequantizeStruct,
+    "offload_quant_gemm": structs.QuantGemmStruct,
 }
 # Questions about a call: its arguments -> a number, below zero where they are refused.
 QUERIES = {
@@ -27,6 +29,9 @@ QUERIES = {
     "offload_skinny_gemm_workspace": (structs.SkinnyGemmStruct, c_int64),
     "offload_skinny_gemm_counters": (structs.SkinnyGemmStruct, c_int64),
     "offload_skinny_gemm_variants": (structs.SkinnyGemmStruct, c_int32),
+    "offload_quant_gemm_workspace": (structs.QuantGemmStruct, c_int64),
+    "offload_quant_gemm_counters": (structs.QuantGemmStruct, c_int64),
+    "offload_quant_gemm_variants": (structs.QuantGemmStruct, c_int32),
 }
 
 

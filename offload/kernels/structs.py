@@ -10,6 +10,7 @@ ABI = 1
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NORMS = {None: 0, "layer": 1, "rms": 2}
+SCALES = {**DTYPES, torch.uint8: 3, torch.float8_e8m0fnu: 3}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
@@ -170,6 +171,66 @@ class SkinnyGemmStruct(Structure):
     )
 
 
+class DequantizeStruct(Structure):
+    """Arguments of offload_dequantize."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scale", c_void_p),
+        ("zero", c_void_p),
+        ("group_index", c_void_p),
+        ("output", c_void_p),
+        ("code_stride", c_int64),
+        ("scale_row_stride", c_int64),
+        ("scale_group_stride", c_int64),
+        ("zero_row_stride", c_int64),
+        ("zero_group_stride", c_int64),
+        ("output_stride", c_int64),
+        ("rows", c_int32),
+        ("depth", c_int32),
+        ("scale_rows", c_int32),
+        ("group", c_int32),
+        ("code", c_int32),
+        ("order", c_int32),
+        ("zero_kind", c_int32),
+        ("zero_value", c_int32),
+        ("scale_dtype", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("variant", c_int32),
+    )
+
+
+class QuantGemmStruct(Structure):
+    """Arguments of offload_quant_gemm."""
+
+    _fields_ = (
+        ("input", c_void_p),
+        ("codes", c_void_p),
+        ("scale", c_void_p),
+        ("zero", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("output", c_void_p),
+        ("workspace", c_void_p),
+        ("counters", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("input_stride", c_int64),
+        ("residual_stride", c_int64),
+        ("output_stride", c_int64),
+        ("rows", c_int32),
+        ("outputs", c_int32),
+        ("depth", c_int32),
+        ("group", c_int32),
+        ("bits", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("variant", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+    )
+
+
 # In the order of offload_struct_size().
 ALL = (
     NormStruct,
@@ -178,4 +239,6 @@ ALL = (
     ActivationStruct,
     DecodeAttentionStruct,
     SkinnyGemmStruct,
+    DequantizeStruct,
+    QuantGemmStruct,
 )

@@ -179,11 +179,92 @@ typedef struct {
     int32_t reserved;
 } OffloadSkinnyGemm;
 
+// How a code becomes a number: unsigned integers of 4 or 8 bits, int8, float8 e4m3fn, and e2m1 (a
+// sign, two bits of exponent, one of mantissa).
+enum OffloadCode {
+    OFFLOAD_UINT4 = 0,
+    OFFLOAD_UINT8 = 1,
+    OFFLOAD_INT8 = 2,
+    OFFLOAD_E4M3 = 3,
+    OFFLOAD_E2M1 = 4
+};
+// How codes lie, the lowest bits first.
+enum OffloadCodeOrder {
+    OFFLOAD_ALONG_DEPTH = 0,  // a row's codes next to each other: [rows, depth]
+    OFFLOAD_DEPTH_WORDS = 1,  // int32 words of neighbours along the depth: [depth / codes, rows]
+    OFFLOAD_ROW_WORDS = 2     // words of neighbouring rows: [depth, rows / 8]; the 4 bits at 4 i
+                              // belong to row (0, 2, 4, 6, 1, 3, 5, 7)[i] of the 8
+};
+enum OffloadZeroKind {
+    OFFLOAD_ZERO_VALUE = 0,      // zero_value, everywhere
+    OFFLOAD_ZERO_WORDS = 1,      // int32 words of neighbouring rows
+    OFFLOAD_ZERO_ROW_WORDS = 2,  // the same in the order of OFFLOAD_ROW_WORDS
+    OFFLOAD_ZERO_BYTES = 3       // int8
+};
+// A scale that is a power of two, 2^(byte - 127); beside the values of OffloadDtype.
+#define OFFLOAD_E8M0 3
+
+// output[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] in float32, rounded once, to the nearest
+// (ties to even); g = group_index ? group_index[k] : k / group.
+typedef struct {
+    const void* codes;
+    const void* scale;           // element (n, g) at n / scale_rows * scale_row_stride + g *
+                                 // scale_group_stride
+    const void* zero;            // bytes likewise; words: row n is in that at n / (32 / bits) *
+                                 // zero_row_stride + g * zero_group_stride
+    const int32_t* group_index;  // [depth]; null
+    void* output;                // [rows, depth] at output_stride
+    int64_t code_stride;         // bytes, from row to row of the codes' own layout
+    int64_t scale_row_stride, scale_group_stride;
+    int64_t zero_row_stride, zero_group_stride;
+    int64_t output_stride;
+    int32_t rows, depth;
+    int32_t scale_rows;  // rows that share a scale
+    int32_t group;       // columns that share a scale
+    int32_t code, order, zero_kind;
+    int32_t zero_value;   // what stands for zero; with words: what is added to those stored, modulo
+                          // 2^bits
+    int32_t scale_dtype;  // OffloadDtype, or OFFLOAD_E8M0
+    int32_t dtype;        // of the output
+    int32_t launch_early;  // the stored tensors must be in place before the kernel ahead ends
+    int32_t variant;       // 0: chosen by the library; for codes along the depth 1: what a thread
+                           // loads is next to its neighbours'; 2: it loads 16 bytes
+} OffloadDequantize;
+
+// output = act(input @ weight.T + bias) + residual for up to 64 rows, with a gate as in
+// OffloadSkinnyGemm; weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], rounded to the dtype,
+// g = k / group. Partial sums are float32, added in a fixed order.
+typedef struct {
+    const void* input;  // [rows, depth] at input_stride
+    const void* codes;  // unsigned, of `bits` bits, along the depth: [outputs or 2 outputs, depth]
+    const void* scale;  // [outputs or 2 * outputs, groups], of the dtype
+    const void* zero;   // int32 words of neighbouring rows, [ceil(rows of the weight * bits / 32),
+                        // groups]; null: 2^(bits - 1)
+    const void* bias;   // [outputs or 2 * outputs]; null
+    const void* residual;  // [rows, outputs] at residual_stride; null
+    void* output;          // [rows, outputs] at output_stride; may be `residual`
+    float* workspace;      // partial sums where blocks share a tile
+    uint32_t*
+        counters;  // offload_quant_gemm_counters() of them, zero before the first call; left zero
+    int64_t workspace_bytes;
+    int64_t input_stride, residual_stride, output_stride;
+    int32_t rows, outputs, depth;
+    int32_t group;       // columns that share a scale: 32, 64, 128 ..., or the depth
+    int32_t bits;        // 4 or 8
+    int32_t activation;  // OffloadActivationKind
+    int32_t gated;
+    int32_t variant;       // 0: chosen by the library; else 1 to offload_quant_gemm_variants()
+    int32_t dtype;         // OFFLOAD_F16 or OFFLOAD_BF16
+    int32_t launch_early;  // the weight must be in place before the kernel ahead ends
+} OffloadQuantGemm;
+
 int offload_residual_norm(const OffloadResidualNorm* arguments, void* stream);
 int offload_rotary_append(const OffloadRotaryAppend* arguments, void* stream);
 int offload_activation(const OffloadActivation* arguments, void* stream);
 int offload_decode_attention(const OffloadDecodeAttention* arguments, void* stream);
 int offload_skinny_gemm(const OffloadSkinnyGemm* arguments, void* stream);
+int offload_dequantize(const OffloadDequantize* arguments, void* stream);
+int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stream);
 
 // Bytes of workspace that a call with these arguments uses (of its pointers, only the alignment of
 // the tensors counts); below zero: refused.
@@ -191,6 +272,9 @@ int64_t offload_decode_attention_workspace(const OffloadDecodeAttention* argumen
 int64_t offload_skinny_gemm_workspace(const OffloadSkinnyGemm* arguments);
 int64_t offload_skinny_gemm_counters(const OffloadSkinnyGemm* arguments);
 int32_t offload_skinny_gemm_variants(const OffloadSkinnyGemm* arguments);
+int64_t offload_quant_gemm_workspace(const OffloadQuantGemm* arguments);
+int64_t offload_quant_gemm_counters(const OffloadQuantGemm* arguments);
+int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments);
 
 // What went wrong in this thread's latest call that did not return 0.
 const char* offload_last_error(void);

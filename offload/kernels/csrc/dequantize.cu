@@ -1,0 +1,468 @@
+// Stored weights -> weights at HBM's rate, for every layout of offload/kernels/weight_format.py.
+//
+// The unit of work is 8 neighbours along the depth: 4 or 8 bytes of codes, 16 bytes of a 16-bit
+// output. Where codes lie along the depth, loads and stores are contiguous as they are. Where words
+// hold neighbours of the other dimension, or lie along it, a block reads a tile in the order of the
+// words, and its 256 x 128 bytes of output change their order in shared memory.
+//
+// All is computed in float32 as the reference does, so results are equal to the bit. An integer
+// becomes a float by its bits: 0x4b000000 | code is 2^23 + code, and a subtraction is exact. That
+// takes some 5 instructions a weight; at 4.3 TB/s, int4 to 16 bits, an H200 has about 18.
+#include "elementwise.cuh"
+
+namespace offload {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnit = 8;        // weights
+constexpr int kTileRows = 256;  // of the output
+constexpr int kRowBytes = 128;  // of a tile's row
+constexpr int kPieces = kRowBytes / 16;
+constexpr float kMagic = 8388608.f;  // 2^23
+
+struct Divisors {
+    Divisor units;       // in a row
+    Divisor scale_rows;  // that share a scale
+    Divisor group;
+    int whole_groups;  // a unit has one scale
+};
+
+__device__ __forceinline__ float magic(uint32_t code) {
+    return __uint_as_float(0x4b000000u | code);
+}
+
+__device__ __forceinline__ int bits_of(int code) {
+    return code == OFFLOAD_UINT4 || code == OFFLOAD_E2M1 ? 4 : 8;
+}
+
+// The 8 codes of `raw` as numbers.
+__device__ __forceinline__ void decode(uint2 raw, int code, float (&x)[kUnit]) {
+    switch (code) {
+        case OFFLOAD_UINT4:
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) x[i] = magic(raw.x >> 4 * i & 15u) - kMagic;
+            break;
+        case OFFLOAD_E2M1:
+            // Exponent and mantissa as a float32 that is too small by 2^126, subnormal or not.
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) {
+                const uint32_t nibble = raw.x >> 4 * i;
+                x[i] = __uint_as_float((nibble & 7u) << 22 | (nibble & 8u) << 28) * 8.507059173e37f;
+            }
+            break;
+        case OFFLOAD_E4M3:
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) {
+                const uint32_t byte = (i < 4 ? raw.x : raw.y) >> 8 * (i % 4);
+                const float small = __uint_as_float((byte & 127u) << 20 | (byte & 128u) << 24);
+                x[i] = (byte & 127u) == 127u ? __uint_as_float(0x7fffffffu)
+                                             : small * 1.329227996e36f;  // 2^120
+            }
+            break;
+        default: {
+            const uint32_t flip = code == OFFLOAD_INT8 ? 128u : 0u;
+            const float zero = kMagic + static_cast<float>(flip);
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) {
+                const uint32_t byte = (i < 4 ? raw.x : raw.y) >> 8 * (i % 4) & 255u;
+                x[i] = magic(byte ^ flip) - zero;
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float scale_at(const OffloadDequantize& a, int64_t at) {
+    switch (a.scale_dtype) {
+        case OFFLOAD_F16:
+            return to_float(static_cast<const __half*>(a.scale)[at]);
+        case OFFLOAD_BF16:
+            return to_float(static_cast<const __nv_bfloat16*>(a.scale)[at]);
+        case OFFLOAD_E8M0: {
+            const uint32_t e = static_cast<const uint8_t*>(a.scale)[at];
+            if (e == 255u) return __uint_as_float(0x7fffffffu);
+            return __uint_as_float(e ? e << 23 : 0x00400000u);
+        }
+        default:
+            return static_cast<const float*>(a.scale)[at];
+    }
+}
+
+// Where in a word of OFFLOAD_ROW_WORDS the row is.
+__device__ __forceinline__ int row_word_shift(int row) { return 4 * (row % 8 / 2 + row % 2 * 4); }
+
+__device__ __forceinline__ float word_zero_at(const OffloadDequantize& a, int row, int64_t g) {
+    const int bits = bits_of(a.code), log2 = bits == 4 ? 3 : 2;
+    const uint32_t word = static_cast<const uint32_t*>(
+        a.zero)[(row >> log2) * a.zero_row_stride + g * a.zero_group_stride];
+    const int shift = a.zero_kind == OFFLOAD_ZERO_ROW_WORDS ? row_word_shift(row)
+                                                            : (row & ((1 << log2) - 1)) * bits;
+    const uint32_t zero = (word >> shift) + static_cast<uint32_t>(a.zero_value);
+    return static_cast<float>(static_cast<int>(zero & ((1u << bits) - 1)));
+}
+
+__device__ __forceinline__ float zero_at(const OffloadDequantize& a, int row, int scale_row,
+                                         int64_t g) {
+    if (a.zero_kind == OFFLOAD_ZERO_VALUE) return static_cast<float>(a.zero_value);
+    if (a.zero_kind == OFFLOAD_ZERO_BYTES)
+        return static_cast<float>(static_cast<const int8_t*>(
+            a.zero)[scale_row * a.zero_row_stride + g * a.zero_group_stride]);
+    return word_zero_at(a, row, g);
+}
+
+__device__ __forceinline__ int group_of(const OffloadDequantize& a, const Divisors& d, int k) {
+    return a.group_index ? a.group_index[k] : d.group(k);
+}
+
+struct Affine {
+    float scale, zero;
+};
+
+__device__ __forceinline__ Affine affine_at(const OffloadDequantize& a, const Divisors& d, int row,
+                                            int k) {
+    const int64_t g = group_of(a, d, k);
+    const int scale_row = d.scale_rows(row);
+    return {scale_at(a, scale_row * a.scale_row_stride + g * a.scale_group_stride),
+            zero_at(a, row, scale_row, g)};
+}
+
+__device__ __forceinline__ void apply(Affine affine, float (&x)[kUnit]) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) x[i] = (x[i] - affine.zero) * affine.scale;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_unit(T* to, const float (&x)[kUnit]) {
+    constexpr int kWidth = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kUnit; i += kWidth)
+        store_once<T, kWidth>(to + i, from_floats<T, kWidth>(x + i));
+}
+
+// Codes along the depth. A thread has kUnits units under way: kUnits of every kThreads-th, or, with
+// kWide, 16 or 32 bytes of codes next to each other.
+template <typename T, int kUnits, bool kWide>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_rows_kernel(const OffloadDequantize a, const Divisors d, int64_t units) {
+    let_next_kernel_begin();
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kUnits +
+                          (kWide ? threadIdx.x * kUnits : threadIdx.x);
+    constexpr int kStep = kWide ? 1 : kThreads;
+    const bool narrow = bits_of(a.code) == 4;
+    uint2 raw[kUnits] = {};
+    int row[kUnits], k[kUnits];
+    Affine affine[kUnits];
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+        const int64_t unit = first + i * kStep;
+        const int at = static_cast<int>(unit < units ? unit : kWide ? i : 0);
+        row[i] = d.units(at);
+        k[i] = (at - row[i] * d.units.by) * kUnit;
+    }
+    if constexpr (kWide) {  // a row has a multiple of kUnits units
+        const unsigned char* from = static_cast<const unsigned char*>(a.codes) +
+                                    row[0] * a.code_stride + (narrow ? k[0] / 2 : k[0]);
+        if (narrow) {
+#pragma unroll
+            for (int i = 0; i < kUnits; i += 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(from + i * 4);
+                raw[i].x = four.x;
+                raw[i + 1].x = four.y;
+                raw[i + 2].x = four.z;
+                raw[i + 3].x = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kUnits; i += 2) {
+                const uint4 two = *reinterpret_cast<const uint4*>(from + i * 8);
+                raw[i] = make_uint2(two.x, two.y);
+                raw[i + 1] = make_uint2(two.z, two.w);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+            const unsigned char* from = static_cast<const unsigned char*>(a.codes) +
+                                        row[i] * a.code_stride + (narrow ? k[i] / 2 : k[i]);
+            if (narrow)
+                raw[i].x = *reinterpret_cast<const uint32_t*>(from);
+            else
+                raw[i] = *reinterpret_cast<const uint2*>(from);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) affine[i] = affine_at(a, d, row[i], k[i]);
+    wait_for_previous_kernel();  // which may still read the output
+    T* output = static_cast<T*>(a.output);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+        if (first + i * kStep >= units) break;
+        float x[kUnit];
+        decode(raw[i], a.code, x);
+        apply(affine[i], x);
+        store_unit(output + row[i] * a.output_stride + k[i], x);
+    }
+}
+
+// affine_at for codes in words, whose zeros are in words too and whose scales are no powers of two.
+__device__ __forceinline__ Affine word_affine_at(const OffloadDequantize& a, const Divisors& d,
+                                                 int row, int k) {
+    const int64_t g = group_of(a, d, k);
+    const int64_t at = row * a.scale_row_stride + g * a.scale_group_stride;
+    float scale;
+    if (a.scale_dtype == OFFLOAD_F32) {
+        scale = static_cast<const float*>(a.scale)[at];
+    } else {
+        const uint16_t bits = static_cast<const uint16_t*>(a.scale)[at];
+        scale = a.scale_dtype == OFFLOAD_BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
+                                              : __half2float(__ushort_as_half(bits));
+    }
+    return {scale, word_zero_at(a, row, g)};
+}
+
+// A tile's 16-byte pieces lie so that neither neighbouring rows nor every eighth row meet in a
+// bank.
+__device__ __forceinline__ uint4* tile_piece(unsigned char* tile, int row, int piece) {
+    const int swapped = piece ^ ((row ^ row >> 3) & (kPieces - 1));
+    return reinterpret_cast<uint4*>(tile + row * kRowBytes + swapped * 16);
+}
+
+template <typename T>
+__device__ __forceinline__ void put_unit(unsigned char* tile, int row, int unit,
+                                         const float (&x)[kUnit]) {
+    constexpr int kWidth = 16 / sizeof(T), kOfUnit = kUnit / kWidth;
+#pragma unroll
+    for (int i = 0; i < kOfUnit; ++i) {
+        const Pack<T, kWidth> pack = from_floats<T, kWidth>(x + i * kWidth);
+        *tile_piece(tile, row, unit * kOfUnit + i) =
+            make_uint4(pack.words[0], pack.words[1], pack.words[2], pack.words[3]);
+    }
+}
+
+// Words along the depth that lie along the rows (OFFLOAD_DEPTH_WORDS), or words of rows
+// (OFFLOAD_ROW_WORDS): a block has kTileRows rows and 128 bytes of each.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 4)
+    dequantize_tile_kernel(const OffloadDequantize a, const Divisors d, int column_tiles) {
+    constexpr int kUnits = kRowBytes / static_cast<int>(sizeof(T)) / kUnit;
+    __shared__ __align__(16) unsigned char tile[kTileRows * kRowBytes];
+    let_next_kernel_begin();
+    // Blocks that run together are neighbours along the rows, which lie next to each other.
+    const int row_tiles = static_cast<int>(gridDim.x) / column_tiles;
+    const int first_row = static_cast<int>(blockIdx.x) % row_tiles * kTileRows;
+    const int first_k = static_cast<int>(blockIdx.x) / row_tiles * kUnits * kUnit;
+    const unsigned char* codes = static_cast<const unsigned char*>(a.codes);
+    if (a.order == OFFLOAD_DEPTH_WORDS) {
+        const int row = first_row + static_cast<int>(threadIdx.x);
+        const int words = bits_of(a.code) / 4;  // of a unit
+        const int code = words == 2 ? OFFLOAD_UINT8 : OFFLOAD_UINT4;
+        const auto load_unit = [&](int k) {
+            const unsigned char* from =
+                codes + static_cast<int64_t>(k / kUnit * words) * a.code_stride + row * 4ll;
+            uint2 raw = {};
+            raw.x = *reinterpret_cast<const uint32_t*>(from);
+            if (words == 2) raw.y = *reinterpret_cast<const uint32_t*>(from + a.code_stride);
+            return raw;
+        };
+        const int count = row < a.rows ? min(kUnits, (a.depth - first_k) / kUnit) : 0;
+        if (d.whole_groups) {
+            uint2 raw[kUnits];
+            Affine affine[kUnits];
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+                if (u >= count) break;
+                raw[u] = load_unit(first_k + u * kUnit);
+                affine[u] = word_affine_at(a, d, row, first_k + u * kUnit);
+            }
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+                if (u >= count) break;
+                float x[kUnit];
+                decode(raw[u], code, x);
+                apply(affine[u], x);
+                put_unit<T>(tile, threadIdx.x, u, x);
+            }
+        } else {  // act order: a group a column
+#pragma unroll 1
+            for (int u = 0; u < count; ++u) {
+                const int k = first_k + u * kUnit;
+                const uint2 raw = load_unit(k);
+                float x[kUnit];
+                decode(raw, code, x);
+#pragma unroll
+                for (int i = 0; i < kUnit; ++i) {
+                    const Affine own = word_affine_at(a, d, row, k + i);
+                    x[i] = (x[i] - own.zero) * own.scale;
+                }
+                put_unit<T>(tile, threadIdx.x, u, x);
+            }
+        }
+    } else {
+        const int in_tile = static_cast<int>(threadIdx.x) % 32 * 8;
+        const int row = first_row + in_tile, u = static_cast<int>(threadIdx.x) / 32;
+        const int k = first_k + u * kUnit;
+        if (u < kUnits && row < a.rows && k < a.depth) {
+            uint32_t words[kUnit];
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i)
+                words[i] = *reinterpret_cast<const uint32_t*>(
+                    codes + static_cast<int64_t>(k + i) * a.code_stride + row / 8 * 4ll);
+            Affine affine[8];
+#pragma unroll
+            for (int r = 0; r < 8; ++r) affine[r] = word_affine_at(a, d, row + r, k);
+#pragma unroll
+            for (int r = 0; r < 8; ++r) {
+                const int shift = row_word_shift(r);
+                uint2 raw = {};
+#pragma unroll
+                for (int i = 0; i < kUnit; ++i) raw.x |= (words[i] >> shift & 15u) << 4 * i;
+                float x[kUnit];
+                decode(raw, OFFLOAD_UINT4, x);
+                apply(affine[r], x);
+                put_unit<T>(tile, in_tile + r, u, x);
+            }
+        }
+    }
+    wait_for_previous_kernel();  // which may still read the output
+    __syncthreads();
+    constexpr int kWidth = 16 / sizeof(T);
+    T* output = static_cast<T*>(a.output);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTileRows * kPieces; i += kThreads) {
+        const int row = first_row + i / kPieces, k = first_k + i % kPieces * kWidth;
+        if (row >= a.rows || k >= a.depth) continue;
+        const uint4 piece = *tile_piece(tile, i / kPieces, i % kPieces);
+        Pack<T, kWidth> pack;
+        pack.words[0] = piece.x;
+        pack.words[1] = piece.y;
+        pack.words[2] = piece.z;
+        pack.words[3] = piece.w;
+        store_once<T, kWidth>(output + row * a.output_stride + k, pack);
+    }
+}
+
+// Any depth, stride and address: one weight after another.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_plain_kernel(const OffloadDequantize a, const Divisors d) {
+    let_next_kernel_begin();
+    wait_for_previous_kernel();
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const int row = static_cast<int>(at / a.depth), k = static_cast<int>(at % a.depth);
+    if (row >= a.rows) return;
+    const int bits = bits_of(a.code), per_word = 32 / bits;
+    const unsigned char* codes = static_cast<const unsigned char*>(a.codes);
+    uint32_t code;
+    if (a.order == OFFLOAD_ALONG_DEPTH) {
+        code = codes[row * a.code_stride + (bits == 4 ? k / 2 : k)];
+        if (bits == 4) code >>= k % 2 * 4;
+    } else if (a.order == OFFLOAD_DEPTH_WORDS) {
+        code = *reinterpret_cast<const uint32_t*>(codes + k / per_word * a.code_stride + row * 4ll);
+        code >>= k % per_word * bits;
+    } else {
+        code = *reinterpret_cast<const uint32_t*>(codes + k * a.code_stride + row / 8 * 4ll);
+        code >>= row_word_shift(row);
+    }
+    float x[kUnit];
+    decode(make_uint2(bits == 4 ? code & 15u : code & 255u, 0u), a.code, x);
+    const Affine affine = affine_at(a, d, row, k);
+    static_cast<T*>(a.output)[row * a.output_stride + k] =
+        from_float<T>((x[0] - affine.zero) * affine.scale);
+}
+
+// ---- on the host ----
+
+int check_sizes(const OffloadDequantize& a) {
+    if (a.rows < 0 || a.depth < 0)
+        return refuse("dequantize: there are no %d rows of %d", a.rows, a.depth);
+    if (a.code < OFFLOAD_UINT4 || a.code > OFFLOAD_E2M1)
+        return refuse("dequantize: no code has the number %d", a.code);
+    if (a.order < OFFLOAD_ALONG_DEPTH || a.order > OFFLOAD_ROW_WORDS)
+        return refuse("dequantize: no order of codes has the number %d", a.order);
+    const bool integer = a.code == OFFLOAD_UINT4 || a.code == OFFLOAD_UINT8;
+    if (a.order != OFFLOAD_ALONG_DEPTH && !integer)
+        return refuse("dequantize: code %d does not lie in words", a.code);
+    if (a.order == OFFLOAD_ROW_WORDS && (a.code != OFFLOAD_UINT4 || a.rows % 8))
+        return refuse("dequantize: words of rows hold 8 codes of 4 bits, not %d rows of code %d",
+                      a.rows, a.code);
+    if (a.order == OFFLOAD_DEPTH_WORDS && a.depth % (a.code == OFFLOAD_UINT4 ? 8 : 4))
+        return refuse("dequantize: a depth of %d does not divide into words", a.depth);
+    if (a.zero_kind < OFFLOAD_ZERO_VALUE || a.zero_kind > OFFLOAD_ZERO_BYTES)
+        return refuse("dequantize: no kind of zero has the number %d", a.zero_kind);
+    if (a.zero_kind == OFFLOAD_ZERO_WORDS && !integer)
+        return refuse("dequantize: code %d has no zeros in words", a.code);
+    if (a.zero_kind == OFFLOAD_ZERO_ROW_WORDS && a.code != OFFLOAD_UINT4)
+        return refuse("dequantize: code %d has no zeros in words of rows", a.code);
+    if (a.scale_dtype < OFFLOAD_F32 || a.scale_dtype > OFFLOAD_E8M0)
+        return refuse("dequantize: no dtype of scales has the number %d", a.scale_dtype);
+    if (a.scale_rows < 1 || a.group < 1)
+        return refuse("dequantize: %d rows and %d columns share a scale", a.scale_rows, a.group);
+    if (a.variant < 0 || a.variant > 2)
+        return refuse("dequantize: variant must be 0 to 2, not %d", a.variant);
+    if (a.output_stride < a.depth && a.rows > 1)
+        return refuse("dequantize: the output's stride must be at least the depth, %d", a.depth);
+    return 0;
+}
+
+template <typename T, int kUnits, bool kWide>
+int launch_rows(const OffloadDequantize& a, const Divisors& d, void* stream) {
+    const int64_t units = static_cast<int64_t>(a.rows) * (a.depth / kUnit);
+    const int64_t blocks = (units - 1) / (kThreads * kUnits) + 1;
+    return launch("dequantize", dequantize_rows_kernel<T, kUnits, kWide>,
+                  dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a.launch_early, a,
+                  d, units);
+}
+
+template <typename T>
+int launch_dequantize(const OffloadDequantize& a, void* stream) {
+    constexpr int kWidth = 16 / sizeof(T);
+    const int code_bytes = a.code == OFFLOAD_UINT4 || a.code == OFFLOAD_E2M1 ? 4 : 8;  // a unit
+    const int64_t units = static_cast<int64_t>(a.rows) * (a.depth / kUnit);
+    Divisors d;
+    d.units = Divisor(a.depth / kUnit > 0 ? a.depth / kUnit : 1);
+    d.scale_rows = Divisor(a.scale_rows);
+    d.group = Divisor(a.group);
+    d.whole_groups = !a.group_index && (a.group % kUnit == 0 || a.group >= a.depth);
+    const bool wide_output = a.depth % kUnit == 0 && a.output_stride % kWidth == 0 &&
+                             aligned<T, kWidth>(a.output) && units < INT32_MAX;
+    const uintptr_t codes = reinterpret_cast<uintptr_t>(a.codes) | a.code_stride;
+    if (wide_output && a.order == OFFLOAD_ALONG_DEPTH && codes % code_bytes == 0 &&
+        d.whole_groups) {
+        const bool wide_codes = codes % 16 == 0 && a.depth % (4 * kUnit) == 0;
+        if (a.variant == 2 && wide_codes) return launch_rows<T, 4, true>(a, d, stream);
+        return launch_rows<T, 4, false>(a, d, stream);
+    }
+    const bool word_zeros =
+        a.zero_kind == OFFLOAD_ZERO_WORDS || a.zero_kind == OFFLOAD_ZERO_ROW_WORDS;
+    if (wide_output && a.order != OFFLOAD_ALONG_DEPTH && codes % 4 == 0 && word_zeros &&
+        a.scale_rows == 1 && a.scale_dtype != OFFLOAD_E8M0 &&
+        (d.whole_groups || a.order == OFFLOAD_DEPTH_WORDS)) {
+        constexpr int kColumns = kRowBytes / sizeof(T);
+        const int column_tiles = (a.depth - 1) / kColumns + 1;
+        const int64_t blocks = ((a.rows - 1ll) / kTileRows + 1) * column_tiles;
+        if (blocks <= INT32_MAX)
+            return launch("dequantize", dequantize_tile_kernel<T>,
+                          dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
+                          a.launch_early, a, d, column_tiles);
+    }
+    const int64_t blocks = (static_cast<int64_t>(a.rows) * a.depth - 1) / kThreads + 1;
+    if (blocks > INT32_MAX)
+        return refuse("dequantize: %d rows of %d are too many for one launch", a.rows, a.depth);
+    return launch("dequantize", dequantize_plain_kernel<T>, dim3(static_cast<unsigned>(blocks)),
+                  dim3(kThreads), 0, stream, a.launch_early, a, d);
+}
+
+}  // namespace
+}  // namespace offload
+
+OFFLOAD_API int offload_dequantize(const OffloadDequantize* arguments, void* stream) {
+    using namespace offload;
+    const OffloadDequantize& a = *arguments;
+    if (int status = check_sizes(a)) return status;
+    if (a.rows == 0 || a.depth == 0) return 0;
+    if (!a.codes || !a.scale || !a.output || (a.zero_kind != OFFLOAD_ZERO_VALUE && !a.zero))
+        return refuse("dequantize: codes, scale, zero or output is null");
+    const Device& device = current_device();
+    if (device.index < 0) return -1;
+    return by_dtype("dequantize", a.dtype,
+                    [&](auto element) { return launch_dequantize<decltype(element)>(a, stream); });
+}

@@ -1,0 +1,147 @@
+"""Stored weights made into weights, in place, as often as they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from offload.kernels import structs
+from offload.kernels.call import Call, pointer
+from offload.kernels.dequantize import dequantise
+from offload.kernels.weight_format import WeightFormat
+
+OP = "dequantize"
+_ZERO_NAMES = ("weight_zero_point", "qzeros")
+_INDEX_NAMES = ("weight_g_idx", "g_idx")
+_CODE_NAMES = ("weight_packed", "weight", "qweight", "blocks")
+
+
+class Dequantize(Call):
+    """out = the weight that `stored` (by the ends of names, see `weight_format`) stands for.
+
+    out: [N, K] of float32, float16 or bfloat16, columns contiguous; for experts of gpt-oss the
+    weight is [E, K, N], and `out` its memory in the order [E, N, K]: a contiguous tensor of that
+    shape, whose `transpose(1, 2)` is the weight. Computed in float32 and rounded once, to the
+    nearest: equal to `dequantise` bit for bit. `early` is programmatic dependent launch: only
+    behind another kernel of this package, and only where the stored tensors are in place before
+    that one ends. `variant`: 0 leaves the way to the library. What scales and indices hold is not
+    looked at (`check_values` does).
+
+    Raises ValueError or TypeError for arguments that do not fit, naming the tensor.
+    """
+
+    function = "offload_dequantize"
+
+    def __init__(
+        self,
+        form: WeightFormat,
+        stored: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+        *,
+        variant: int = 0,
+        early: bool = False,
+    ) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"{OP}: out must be a tensor, not {type(out).__name__}")
+        if out.dtype not in structs.DTYPES:
+            raise ValueError(
+                f"{OP}: dtype {out.dtype} is not supported; use float32, float16 or bfloat16"
+            )
+        experts = form.layout == "gpt_oss"
+        if out.dim() != (3 if experts else 2):
+            raise ValueError(
+                f"{OP}: out must be {'[E, N, K]' if experts else '[N, K]'}, not {list(out.shape)}"
+            )
+        shape = (out.shape[0], out.shape[2], out.shape[1]) if experts else tuple(out.shape)
+        try:
+            form.check_stored({n: (t.dtype, tuple(t.shape)) for n, t in stored.items()}, shape)
+        except ValueError as error:
+            raise ValueError(f"{OP}: {error}") from None
+        for name in form.stored(shape):
+            tensor = stored[name]
+            if name == "weight_shape":
+                continue
+            if tensor.device != out.device:
+                raise ValueError(
+                    f"{OP}: {name} must be on {out.device}, as out is, not on {tensor.device}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{OP}: {name} must be contiguous; its strides are {list(tensor.stride())}"
+                )
+        whole_rows = out.shape[-1] <= 1 or out.stride(-1) == 1
+        if not whole_rows or (experts and not out.is_contiguous()):
+            raise ValueError(
+                f"{OP}: {'out' if experts else 'the last dimension of out'} must be contiguous; "
+                f"its strides are {list(out.stride())}"
+            )
+        if out.dim() == 2 and out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+            raise ValueError(f"{OP}: rows of out must not overlap; its strides are {out.stride()}")
+
+        self.arguments = _arguments(form, stored, out)
+        self.arguments.variant = variant
+        self.arguments.launch_early = early
+        self._form, self._stored, self._out, self._shape = form, dict(stored), out, shape
+        self._ready(out.device, *stored.values())
+
+    def _reference(self) -> None:
+        out = self._out.transpose(1, 2) if self._out.dim() == 3 else self._out
+        dequantise(self._form, self._stored, self._shape, out.dtype, out)
+
+
+def _arguments(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor], out: torch.Tensor
+) -> structs.DequantizeStruct:
+    def named(names: tuple[str, ...]) -> torch.Tensor | None:
+        return next((stored[name] for name in names if name in stored), None)
+
+    depth = out.shape[-1]
+    rows = out.numel() // depth if depth else 0
+    codes, scale = named(_CODE_NAMES), stored[form.scale_name]
+    zero = named(_ZERO_NAMES) if form.zero_points else None
+    index = named(_INDEX_NAMES) if form.act_order else None
+    assert codes is not None
+    along_rows = form.layout in ("gptq", "gptq_v2", "awq")  # scales are [G, N]
+    groups = -(-depth // form.block[1]) if form.block[1] else 1
+    # One scale for all is one for each of no rows apart.
+    scale_row = 0 if form.block[0] == 0 else 1 if along_rows else groups
+    code = {"int4": 0, "int8": 1, "fp8": 3, "mxfp4": 4}[form.kind]
+    order, zero_kind, zero_value, words = 0, 0, 0, scale_row
+    if form.layout == "plain" and form.kind == "int8":
+        code = 2
+    if form.layout == "packed" and zero is None:
+        zero_value = 1 << (form.bits - 1)
+    elif zero is not None:
+        zero_kind = 3 if form.layout == "plain" else 1
+    if along_rows:
+        order = 2 if form.layout == "awq" else 1
+        zero_kind = 2 if form.layout == "awq" else 1
+        zero_value = 1 if form.layout == "gptq" else 0
+        zero, words = stored["qzeros"], 1
+    # From one row of codes to the next; the first dimension is that of words where these lie so.
+    code_rows = codes.shape[0] if along_rows else rows
+    stride = codes.numel() * codes.element_size() // max(code_rows, 1)
+    return structs.DequantizeStruct(
+        codes=pointer(codes),
+        scale=pointer(scale),
+        zero=pointer(zero),
+        group_index=pointer(index),
+        output=pointer(out),
+        code_stride=stride,
+        scale_row_stride=scale_row,
+        scale_group_stride=rows if along_rows else 1,
+        zero_row_stride=words,
+        zero_group_stride=rows // form.per_word if along_rows else 1,
+        output_stride=depth if out.dim() == 3 or rows <= 1 else out.stride(0),
+        rows=rows,
+        depth=depth,
+        scale_rows=form.block[0] or max(rows, 1),
+        group=form.block[1] or max(depth, 1),
+        code=code,
+        order=order,
+        zero_kind=zero_kind,
+        zero_value=zero_value,
+        scale_dtype=structs.SCALES[scale.dtype],
+        dtype=structs.DTYPES[out.dtype],
+    )
