@@ -5,18 +5,13 @@ and the letter of the definitions; and round trips.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.entrypoints.convert import AutoAWQConverter
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given
 from hypothesis import strategies as st
 from stored_weights import Numbers, awq, gptq
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offload.kernels.dequantize import check_values, dequantise
 from offload.kernels.packing import E2M1, decode_e8m0, encode_e2m1, pack_words, unpack_words
@@ -42,8 +37,11 @@ def draw(n: int, k: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
     return weight.to(dtype)
 
 
-def scheme(form: WeightFormat) -> tuple[QuantizationScheme, type]:
+def scheme(form: WeightFormat) -> tuple[Any, Any]:
     """The same format in compressed-tensors' words, and its compressor."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
     rows, columns = form.block
     shared = {(0, 0): "tensor", (1, 0): "channel"}.get(
         form.block, "group" if rows == 1 else "block"
@@ -84,6 +82,8 @@ def test_compressed_tensors_reads_what_is_written(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_compressed_tensors_writes_the_same(name: str) -> None:
     """From float32, where both compute in it; every byte."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     form = WeightFormat.parse(name)
     weight = draw(45, 256)
     weight[1] = 1e-3  # their scale of zeros is an epsilon
@@ -134,6 +134,8 @@ def test_awq(n: int, k: int, group: int) -> None:
     for dtype in DTYPES:
         assert torch.equal(dequantise(form, stored, (n, k), dtype), numbers.weight(dtype))
     # compressed-tensors reads AutoAWQ's layout with code of its own.
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter
+
     converter = AutoAWQConverter(group_size=group or k)
     converted = converter.process({f"a.{x}": t for x, t in stored.items()})
     other = WeightFormat("int4", "packed", (1, group), zero_points=True)
@@ -151,6 +153,8 @@ def test_fp8_blocks_as_transformers_reads_them(scale: torch.dtype) -> None:
     found = dequantise(
         form, {"weight": weight, "weight_scale_inv": scales}, (256, 384), torch.bfloat16
     )
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     wanted = Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16)
     assert torch.equal(found, wanted)
 
@@ -173,6 +177,8 @@ def test_experts_of_gpt_oss_as_transformers_reads_them(dtype: torch.dtype) -> No
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 50, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 50, 2), generator=generator, dtype=torch.uint8)
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     found = dequantise(form, {"blocks": blocks, "scales": scales}, (3, 64, 50), dtype)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
 

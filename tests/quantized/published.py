@@ -19,7 +19,6 @@ import stored_weights
 import torch
 from safetensors.torch import save_file
 from stored_weights import Numbers
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offload.kernels.weight_format import WeightFormat
 
@@ -156,6 +155,8 @@ def save(method: str, source: Path, out: Path) -> tuple[Path, Tensors]:
 
 
 def _save_gpt_oss(source: Path, out: Path) -> tuple[Path, Tensors]:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     stored: Tensors = {}
     state: Tensors = {}
     generator = torch.Generator().manual_seed(5)

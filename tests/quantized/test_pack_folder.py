@@ -20,7 +20,6 @@ import folders
 import pytest
 import torch
 import transformers
-from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -43,6 +42,8 @@ WITH_ZEROS = ["int4-g32-zp-clip", "int8-zp", "int4-channel-zp"]
 @pytest.mark.parametrize("asked", SYMMETRIC + WITH_ZEROS, ids=str)
 def test_transformers_reads_it(source: Source, tmp_path: Path, asked: Any) -> None:
     """Plain transformers with compressed-tensors, and the reference: the same logits."""
+    from compressed_tensors.quantization import QuantizationConfig
+
     out = folders.pack(source("llama"), tmp_path / "out", asked)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     QuantizationConfig.model_validate(config)
