@@ -25,13 +25,14 @@ class SkinnyGemm(Call):
     [..., outputs]; `out` may be `residual` itself. Rows lie at one stride, the last dimension is
     contiguous; all of one dtype (float32, float16, bfloat16). Sums are float32 in a fixed order:
     results repeat bit for bit on one kind of GPU. activation: as in `Activation`; norm: of the
-    input's rows, rounded as a norm of its own would round it.
+    input's rows, whose mean and scale are applied to the sums where the dtype has 16 bits: nothing
+    waits for them.
 
-    `variant` (1 to `variants`) and `splits` (parts that the depth is cut into at most) force a way
-    to run; 0 leaves it to the library. `workspace`: scratch shared by the calls of one stream;
-    without it the call has its own. `early` is programmatic dependent launch: only behind another
-    kernel of this package on the same stream, and only where the weight is in place before that
-    one ends, since its loads begin before.
+    `variant` (1 to `variants`) and `splits` (parts that the depth is cut into at most; 16-bit
+    weights: 1 or 2) force a way to run; 0 leaves it to the library. `workspace`: scratch shared by
+    the calls of one stream; without it the call has its own. `early` is programmatic dependent
+    launch: only behind another kernel of this package on the same stream, and only where the weight
+    is in place before that one ends, since its loads begin before.
 
     SBI-GeMM of DeepSpeed Inference (arXiv:2207.00032). Raises ValueError or TypeError for arguments
     that do not fit, KernelError where the library refuses them.

@@ -19,7 +19,7 @@ from offload.kernels.tuning import Choice, Key
 from offload.kernels.workspace import Workspace
 
 OP = "linear"
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # float32; 16-bit weights are cut in 2 at most
 _ALIGNMENT = 256
 
 
@@ -170,7 +170,8 @@ class _Measurement:
     def _refine(self, choice: Choice) -> tuple[Choice, ...]:
         if choice.way == "cublas":
             return ()
-        return tuple(Choice(choice.way, choice.variant, splits) for splits in SPLITS)
+        splits = SPLITS if self._asked.weight.dtype == torch.float32 else SPLITS[:2]
+        return tuple(Choice(choice.way, choice.variant, count) for count in splits)
 
     def _copy(self) -> _Arguments:
         """The same product of other tensors: whatever lies in the given ones stays as it is."""

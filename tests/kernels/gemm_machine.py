@@ -67,10 +67,12 @@ def host_library() -> ctypes.CDLL:
         pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
     folder = Path(tempfile.mkdtemp(prefix="offload-host-gemm-"))
     try:
-        for name in ("skinny_gemm_math.cuh", "library.cu", "common.cuh"):
+        for name in ("skinny_gemm_math.cuh", "skinny_gemm_norm.cuh", "library.cu", "common.cuh"):
             shutil.copy(CSRC / name, folder)
         shutil.copy(CSRC / "offload_kernels.h", folder)
         shutil.copy(HERE / "host_async_copy.hpp", folder / "async_copy.cuh")
+        # What it would declare is in host_gemm.hpp.
+        (folder / "cluster.cuh").write_text("#pragma once\n#define OFFLOAD_HAS_CLUSTERS 1\n")
         shutil.copy(HERE / "host_tensor_core.hpp", folder / "tensor_core.cuh")
         for name in ("skinny_gemm.cu", "skinny_gemm_staged.cuh"):
             source = (CSRC / name).read_text()

@@ -18,30 +18,57 @@ inline uint32_t shuffle(uint32_t x, int lane) {
     return side[current / 32 * 32 + lane];
 }
 
-// One block after another, from the last to the first where HOST_BLOCKS=backwards: which block is
-// the last to finish a tile then changes.
+// The blocks of a cluster, at the same time.
+inline void run_cluster(unsigned first, unsigned size, dim3 block) {
+    const int count = static_cast<int>(size * block.x);
+    blockDim = block;
+    threads.resize(count);
+    in_cluster = true;
+    memset(cluster_memory, 0xff, size_t{kSharedOfBlock} * size);
+    at_block();
+    for (Thread& thread : threads) begin_thread(thread);
+    for (bool left = true; left;) {
+        left = false;
+        for (current = 0; current < count; ++current) {
+            if (self().done) continue;
+            threadIdx = {current % block.x, 0, 0};
+            blockIdx = {first + current / block.x, 0, 0};
+            shared_memory = cluster_memory + current / block.x * kSharedOfBlock;
+            swapcontext(&scheduler, &self().context);
+            left = true;
+        }
+    }
+    in_cluster = false;
+    shared_memory = cluster_memory;
+}
+
+inline unsigned cluster_size(const cudaLaunchConfig_t* config) {
+    for (unsigned i = 0; i < config->numAttrs; ++i)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+            return config->attrs[i].val.clusterDim.x;
+    return 1;
+}
+
+// One block or cluster after another, from the last to the first where HOST_BLOCKS=backwards: which
+// block is the last to finish a tile then changes.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_gemm(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                         Arguments... arguments) {
     const dim3 grid = config->gridDim, block = config->blockDim;
+    const unsigned size = cluster_size(config);
     if (config->dynamicSmemBytes > 232448 || block.x % 32 || block.x > 1024 || !grid.x ||
-        grid.x > INT32_MAX)
+        grid.x > INT32_MAX || size * block.x > 1024 || grid.x % size)
         return cudaErrorInvalidConfiguration;
     shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
     ++launches;
     const char* order = getenv("HOST_BLOCKS");
     const bool backwards = order && !strcmp(order, "backwards");
-    unsigned index = 0;
-    auto call = [&] {
-        blockIdx.x = index;
-        kernel(arguments...);
-    };
+    auto call = [&] { kernel(arguments...); };
     body = [](void* f) { (*static_cast<decltype(call)*>(f))(); };
     body_arguments = &call;
-    for (unsigned i = 0; i < grid.x; ++i) {
-        index = backwards ? grid.x - 1 - i : i;
-        run_grid(dim3(1), block);
-    }
+    gridDim = grid;
+    for (unsigned i = 0; i < grid.x; i += size)
+        run_cluster(backwards ? grid.x - size - i : i, size, block);
     return cudaSuccess;
 }
 
@@ -50,6 +77,24 @@ cudaError_t launch_gemm(const cudaLaunchConfig_t* config, void (*kernel)(Paramet
 #undef cudaLaunchKernelEx
 #define cudaLaunchKernelEx host_cuda::launch_gemm
 #define cudaFuncSetAttribute(kernel, attribute, value) ((void)(kernel), cudaSuccess)
+
+namespace offload {
+
+inline void cluster_arrive() { ++host_cuda::self().cluster_barriers; }
+
+inline void cluster_wait() {
+    const int64_t mine = host_cuda::self().cluster_barriers;
+    for (const host_cuda::Thread& other : host_cuda::threads)
+        while (!other.done && other.cluster_barriers < mine) host_cuda::change_over();
+}
+
+inline void store_to_block(float* mine, int rank, float x) {
+    const auto at = reinterpret_cast<unsigned char*>(mine) - host_cuda::shared_memory;
+    host_cuda::require(at >= 0 && at + 4 <= host_cuda::shared_bytes, "a store out of place");
+    memcpy(host_cuda::cluster_memory + rank * host_cuda::kSharedOfBlock + at, &x, sizeof x);
+}
+
+}  // namespace offload
 
 inline void __syncwarp() { host_cuda::warp_barrier(); }
 inline void __threadfence() {}
@@ -65,3 +110,4 @@ template <typename T>
 inline T min(T a, T b) {
     return a < b ? a : b;
 }
+inline int max(int a, int b) { return a > b ? a : b; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import gemm_machine
@@ -101,7 +102,7 @@ def grid(machine: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("machine", MACHINES[1:])
 def test_every_variant_and_split(machine: str) -> None:
-    splits = (0, 1, 2, 3, 7, 64) if machine == "cuda" else (3,)
+    splits = (0, 1, 2, 3, 7, 64) if machine == "cuda" else (1, 2)
     failures = []
     for size in grid(machine):
         a = make(machine, bias=True, residual="apart", norm="rms", activation="silu", **size)
@@ -115,6 +116,39 @@ def test_every_variant_and_split(machine: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("dtype", "kind", "mean", "scale"),
+    [
+        (torch.bfloat16, "layer", 10.0, 1.0),  # most digits are the mean's
+        (torch.bfloat16, "layer", -0.5, 1.0),
+        (torch.float16, "layer", 300.0, 1.0),
+        (torch.bfloat16, "rms", 0.0, 1e15),
+        (torch.float16, "rms", 0.0, 1e4),  # times the norm's weight: beyond float16
+        (torch.float16, "rms", 0.0, 1e-5),
+        (torch.float16, "layer", 0.0, 1e-5),
+    ],
+)
+def test_rows_far_from_what_a_norm_makes_of_them(
+    machine: str, dtype: torch.dtype, kind: str, mean: float, scale: float
+) -> None:
+    """A norm is applied behind the product, whose terms may neither lose digits nor overflow."""
+    a = make(machine, dtype=dtype, rows=3, depth=776, outputs=40, norm=kind, bias=True)
+    a["input"].mul_(scale).add_(mean)
+    a["norm"].weight.mul_(8)
+    a["norm"] = replace(a["norm"], eps=1e-12)
+    for splits in (1, 2):
+        assert problem(machine, a, splits=splits) is None
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_rows_of_zeros_and_of_equal_values(machine: str) -> None:
+    for kind, value in (("rms", 0.0), ("layer", 0.0), ("layer", 3.0)):
+        a = make(machine, dtype=torch.bfloat16, rows=2, depth=264, outputs=40, norm=kind)
+        a["input"].fill_(value)
+        assert problem(machine, a) is None, kind
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_shapes_of_real_models() -> None:
@@ -122,11 +156,13 @@ def test_shapes_of_real_models() -> None:
     sizes = [(5120, 5120), (4096, 12288), (11008, 4096), (13824, 5120), (576, 1536), (28672, 8192)]
     for (depth, outputs), rows, norm in itertools.product(sizes, (1, 4, 16), (None, "layer")):
         a = make("cuda", dtype=torch.bfloat16, rows=rows, depth=depth, outputs=outputs, norm=norm)
-        for variant in range(SkinnyGemm(**a).variants + 1):
-            wrong = problem("cuda", a, variant=variant)
+        ways = itertools.product(range(SkinnyGemm(**a).variants + 1), (1, 2))
+        for variant, splits in ways:
+            wrong = problem("cuda", a, variant=variant, splits=splits)
             if wrong:
                 failures.append(
-                    f"K{depth} N{outputs} rows {rows} {norm} variant {variant}: {wrong}"
+                    f"K{depth} N{outputs} rows {rows} {norm} variant {variant} splits {splits}: "
+                    f"{wrong}"
                 )
     assert not failures, "\n".join(failures)
 
@@ -244,8 +280,8 @@ def test_the_library_refuses_what_it_cannot_do() -> None:
 
 
 def test_the_host_library_refuses_a_workspace_that_is_too_small() -> None:
-    a = make("host", dtype=torch.bfloat16, rows=2, depth=1024, outputs=64)
-    call = SkinnyGemm(**a, splits=4, variant=6)  # the first that cuts the depth
+    a = make("host", dtype=torch.float32, rows=2, depth=1024, outputs=64)
+    call = SkinnyGemm(**a, splits=4)
     library = gemm_machine.host_library()
     assert library.offload_skinny_gemm(call.arguments, None) == -1
     assert b"bytes of workspace" in library.offload_last_error()

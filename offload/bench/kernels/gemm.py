@@ -48,8 +48,8 @@ FUSED: dict[str, tuple[str | None, bool, str | None, bool, bool]] = {
     "bias, residual": (None, True, None, False, True),
     "residual": (None, False, None, False, True),
 }
-SPLITS = (1, 2, 3, 4, 8)  # beside what the library chooses
-FINALISTS = 4  # variants that these are tried with
+SPLITS = (1, 2)  # of the depth
+FINALISTS = 3  # ways to run that what is fused is tried with
 
 
 @dataclass
@@ -222,10 +222,8 @@ class Sweep:
         def tried(variant: int, splits: int) -> Swept:
             return self._own(weights, a, rows, "bare", variant, splits, True, exact, allowed)
 
-        # All variants as the library would cut the depth, then the best of them cut otherwise.
-        own = [tried(variant, 0) for variant in range(variants + 1)]
-        first = sorted((s for s in own if s.us and s.variant), key=lambda s: s.us or math.inf)
-        own += [tried(s.variant, splits) for s in first[:FINALISTS] for splits in SPLITS]
+        own = [tried(0, 0)]
+        own += [tried(v, splits) for v in range(1, variants + 1) for splits in SPLITS]
         working = sorted((s for s in own if s.share), key=lambda s: -(s.share or 0))
         for failed in (s for s in own if s.error):
             self._say(f"  rows {rows} {failed}: FAILED {failed.error}")
@@ -233,21 +231,25 @@ class Sweep:
             return
         best = working[0]
         late = self._own(weights, a, rows, "bare", best.variant, best.splits, False)
-        each: dict[int, Swept] = {}
+        each: dict[int, list[Swept]] = {}
         for swept in working:
-            each.setdefault(swept.variant, swept)
+            each.setdefault(swept.variant, []).append(swept)
         self._say(
             f"  rows {rows:2}: best {best}, not early {late.share or 0:.3f}, cuBLAS "
-            f"{cublas.share or 0:.3f}, default {each[0].share if 0 in each else 0:.3f} | "
-            + ", ".join(str(s) for s in each.values() if s.variant)
+            f"{cublas.share or 0:.3f}, default {each[0][0].share if 0 in each else 0:.3f} | "
+            + ", ".join(" ".join(map(str, each[v])) for v in sorted(each) if v)
         )
         if rows in (1, 4, 16):
             costs = []
             for what in list(FUSED)[1:]:
                 b = weights.arguments(rows, what)
-                fused = self._own(weights, b, rows, what, best.variant, best.splits, True)
+                tries = [
+                    self._own(weights, b, rows, what, s.variant, s.splits, True)
+                    for s in working[:FINALISTS]
+                ]
+                fused = min(tries, key=lambda s: s.us or math.inf)
                 if fused.us and best.us:
-                    costs.append(f"{what} {fused.us / best.us - 1:+.1%}")
+                    costs.append(f"{what} {fused.us / best.us - 1:+.1%} v{fused.variant}")
                 else:
                     costs.append(f"{what} FAILED {fused.error}")
             self._say(f"           fused cost: {'; '.join(costs)}")

@@ -54,32 +54,26 @@ __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until at most `pending` (0 to 7) of this thread's latest groups are still under way.
+// Until at most `pending` (at most 7) of this thread's latest groups are still under way.
 __device__ __forceinline__ void wait_for_copies(int pending) {
-    switch (pending) {
-        case 1:
-            asm volatile("cp.async.wait_group 1;" ::: "memory");
-            break;
-        case 2:
-            asm volatile("cp.async.wait_group 2;" ::: "memory");
-            break;
-        case 3:
-            asm volatile("cp.async.wait_group 3;" ::: "memory");
-            break;
-        case 4:
+    // Not a switch: its jump table is a load.
+    if (pending >= 4) {
+        if (pending == 4)
             asm volatile("cp.async.wait_group 4;" ::: "memory");
-            break;
-        case 5:
+        else if (pending == 5)
             asm volatile("cp.async.wait_group 5;" ::: "memory");
-            break;
-        case 6:
+        else if (pending == 6)
             asm volatile("cp.async.wait_group 6;" ::: "memory");
-            break;
-        case 7:
+        else
             asm volatile("cp.async.wait_group 7;" ::: "memory");
-            break;
-        default:
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
+    } else if (pending == 3) {
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+    } else if (pending == 2) {
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+    } else if (pending == 1) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
 }
 

@@ -1,11 +1,11 @@
 // SBI-GeMM: a few rows of activations times a whole weight, limited by the rate of reading it.
 //
-// With outputs enough for every SM and 16-bit elements, the warps of a block work together:
-// skinny_gemm_staged.cuh. What follows here is the form for all others, in which every warp works
-// alone. It owns 8 to 32 rows of the weight at a time and walks along the depth; its own ring of
-// stages in shared memory is filled by background copies of 256 to 1024 contiguous bytes a row, so
-// that about 100 KB of an SM are under way (Little: 4.4 TB/s need some 30 KB). The activations come
-// through L1, a block ahead, into registers. No warp waits for another.
+// For 16-bit elements the warps of a block work together: skinny_gemm_staged.cuh. What follows here
+// is the form for float32, in which every warp works alone. It owns 4 to 16 rows of the weight at a
+// time and walks along the depth; its own ring of stages in shared memory is filled by background
+// copies of 512 or 1024 contiguous bytes a row, so that about 100 KB of an SM are under way
+// (Little: 4.4 TB/s need some 30 KB). The activations come through L1, a block ahead, into
+// registers. No warp waits for another.
 //
 // Blocks stay, one an SM, and share the work evenly: the depth of each tile is cut into `splits`
 // parts, block b takes parts [b * parts / blocks, (b + 1) * parts / blocks). A tile that several
@@ -13,9 +13,10 @@
 // order: results repeat bit for bit. This is stream-K (arXiv 2301.03598) with coarse cuts.
 //
 // With programmatic dependent launch the ring is filled with weights before the kernel waits for
-// the one before it; half of an SM's shared memory is left for the next kernel to do the same.
+// the one before it.
 //
-// What no 16-byte loads can reach (an odd depth or stride) is computed by a plain kernel.
+// What no 16-byte loads can reach (an odd depth or stride) is computed by a plain kernel. A norm
+// that the staged form cannot take along is a kernel before the product.
 #include <algorithm>
 #include <atomic>
 
@@ -27,29 +28,30 @@ namespace offload {
 namespace {
 
 constexpr int kMostRows = 16;
-constexpr int kMostSize = 1 << 29;  // of depth and outputs: what they add up to stays an int
-constexpr int kMostWarps = 16;
-constexpr int kNormRows = 4;           // rows whose statistics are taken together
-constexpr int kMostFusedNorm = 65536;  // bytes of rows that a block normalises for itself
-constexpr int kBarrierBytes = 1024;    // at most 8 warps with 16 stages
-constexpr int kScratchBytes = kNormRows * kMostWarps * static_cast<int>(sizeof(float));
-constexpr int kWarpNormThreads = 1024;  // of the kernel that normalises rows apart
+constexpr int kMostSize = 1 << 29;   // of depth and outputs: what they add up to stays an int
+constexpr int kBarrierBytes = 1024;  // at most 8 warps with 16 stages
+constexpr int kNormThreads = 1024;   // of the kernel that normalises rows apart
 
 // How the work is cut and where things lie in shared memory.
 struct Plan {
     uint32_t tiles;   // of warps * tile weight rows (half as many outputs with a gate)
     uint32_t chunks;  // stages a tile's depth takes
-    uint32_t splits;  // parts that a tile's depth may be cut into
+    uint32_t splits;  // parts that a tile's depth may be cut into; staged: blocks of a cluster
     uint32_t blocks;
     int32_t chunk;  // elements of a row in a stage
     int32_t pitch;  // bytes from row to row in a stage
     int32_t stages;
-    int32_t row_shift;      // log2 of a row's bytes in a stage
-    int32_t bulk;           // copies are bulk copies
-    int32_t norm_in_block;  // each block normalises the rows for itself
-    int32_t input_pitch;    // bytes from row to row of these
-    int32_t input_at, ring_at;
-    int32_t sums_at;  // where warps of a staged block leave sums for each other
+    int32_t row_shift;  // log2 of a row's bytes in a stage
+    int32_t bulk;       // copies are bulk copies
+    int32_t ring_at;
+    // Of a staged block alone:
+    int32_t tile_outputs;        // at most
+    int32_t stage_bytes;         // weight rows, activations, the norm's weight and bias
+    int32_t inputs_at, norm_at;  // in a stage
+    int32_t sums_at;             // what the other block of the cluster leaves
+    int32_t sum_pitch;           // floats from row to row of a tile's sums
+    int32_t late_norm;           // skinny_gemm_norm.cuh
+    int32_t turned;              // blocks begin at different depths
 };
 
 // Part u of all tiles' parts begins at this chunk of all tiles' chunks.
@@ -66,102 +68,6 @@ __device__ __forceinline__ uint32_t first_part(const Plan& p, uint32_t block) {
 __device__ __forceinline__ uint32_t block_of_part(const Plan& p, uint32_t u) {
     const uint64_t parts = static_cast<uint64_t>(p.tiles) * p.splits;
     return static_cast<uint32_t>(((u + 1ull) * p.blocks - 1) / parts);
-}
-
-// Sums kNormRows values over a block's threads, in a fixed order; every thread has the sums.
-__device__ __forceinline__ void sum_over_block(float (&v)[kNormRows], float* scratch) {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-#pragma unroll
-    for (int r = 0; r < kNormRows; ++r) {
-        v[r] = warp_sum(v[r]);
-        if (threadIdx.x % 32 == 0) scratch[r * kMostWarps + warp] = v[r];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < kNormRows; ++r) {
-        v[r] = 0.f;
-        for (int w = 0; w < warps; ++w) v[r] += scratch[r * kMostWarps + w];
-    }
-    __syncthreads();
-}
-
-// Normalises the input's rows into shared memory, rounded to T as a norm of its own would. A thread
-// meets the same elements in all three passes.
-template <typename T>
-__device__ void normalize_in_block(const OffloadSkinnyGemm& a, unsigned char* to, int pitch,
-                                   float* scratch) {
-    constexpr int kWidth = Vector<T>::kWidth;
-    const int vectors = a.depth / kWidth;
-    const float width = static_cast<float>(a.depth);
-    const bool layer = a.norm.kind == OFFLOAD_NORM_LAYER;
-    const T* input = static_cast<const T*>(a.input);
-    for (int first = 0; first < a.rows; first += kNormRows) {
-        float mean[kNormRows] = {}, scale[kNormRows] = {};
-        for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-            Vector<T> x[kNormRows];
-#pragma unroll
-            for (int r = 0; r < kNormRows; ++r)
-                if (first + r < a.rows)
-                    x[r] = *reinterpret_cast<const Vector<T>*>(
-                        input + (first + r) * a.input_stride + v * kWidth);
-#pragma unroll
-            for (int r = 0; r < kNormRows; ++r) {
-                if (first + r >= a.rows) break;
-                *reinterpret_cast<Vector<T>*>(to + (first + r) * pitch + v * 16) = x[r];
-#pragma unroll
-                for (int i = 0; i < kWidth; ++i) {
-                    const float y = to_float(x[r].at[i]);
-                    if (layer)
-                        mean[r] += y;
-                    else
-                        scale[r] += y * y;
-                }
-            }
-        }
-        if (layer) {
-            sum_over_block(mean, scratch);
-#pragma unroll
-            for (int r = 0; r < kNormRows; ++r) mean[r] /= width;
-            for (int v = threadIdx.x; v < vectors; v += blockDim.x)
-#pragma unroll
-                for (int r = 0; r < kNormRows; ++r) {
-                    if (first + r >= a.rows) break;
-                    const Vector<T> x =
-                        *reinterpret_cast<Vector<T>*>(to + (first + r) * pitch + v * 16);
-#pragma unroll
-                    for (int i = 0; i < kWidth; ++i) {
-                        const float y = to_float(x.at[i]) - mean[r];
-                        scale[r] += y * y;
-                    }
-                }
-        }
-        sum_over_block(scale, scratch);
-#pragma unroll
-        for (int r = 0; r < kNormRows; ++r) scale[r] = 1.f / sqrtf(scale[r] / width + a.norm.eps);
-        for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-            float weight[kWidth], bias[kWidth];
-            Vector<T> w, b;
-            if (a.norm.weight) w = static_cast<const Vector<T>*>(a.norm.weight)[v];
-            if (a.norm.bias) b = static_cast<const Vector<T>*>(a.norm.bias)[v];
-#pragma unroll
-            for (int i = 0; i < kWidth; ++i) {
-                weight[i] = a.norm.weight ? to_float(w.at[i]) + a.norm.weight_offset : 1.f;
-                bias[i] = a.norm.bias ? to_float(b.at[i]) : 0.f;
-            }
-#pragma unroll
-            for (int r = 0; r < kNormRows; ++r) {
-                if (first + r >= a.rows) break;
-                Vector<T>* at = reinterpret_cast<Vector<T>*>(to + (first + r) * pitch + v * 16);
-                Vector<T> x = *at;
-#pragma unroll
-                for (int i = 0; i < kWidth; ++i)
-                    x.at[i] = from_float<T>((to_float(x.at[i]) - mean[r]) * scale[r] * weight[i] +
-                                            bias[i]);
-                *at = x;
-            }
-        }
-    }
-    __syncthreads();
 }
 
 }  // namespace
@@ -370,13 +276,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     // Only the weights are sure to be there before this.
     wait_for_previous_kernel();
     const unsigned char* input = static_cast<const unsigned char*>(a.input);
-    int64_t input_stride = a.input_stride * static_cast<int64_t>(sizeof(T));
-    if (p.norm_in_block) {
-        normalize_in_block<T>(a, shared + p.input_at, p.input_pitch,
-                              reinterpret_cast<float*>(shared + kBarrierBytes));
-        input = shared + p.input_at;
-        input_stride = p.input_pitch;
-    }
+    const int64_t input_stride = a.input_stride * static_cast<int64_t>(sizeof(T));
 
     Math math;
     math.clear();
@@ -448,7 +348,7 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
 
 // Normalises rows into `to`, at a pitch of `pitch` elements: one block a row.
 template <typename T>
-__global__ void __launch_bounds__(kWarpNormThreads)
+__global__ void __launch_bounds__(kNormThreads)
     normalize_rows_kernel(const OffloadSkinnyGemm a, T* to, int64_t pitch) {
     __shared__ float scratch[33];
     let_next_kernel_begin();
@@ -527,35 +427,34 @@ __global__ void __launch_bounds__(256) plain_gemm_kernel(const OffloadSkinnyGemm
 
 using Kernel = void (*)(OffloadSkinnyGemm, Plan, float*);
 
-enum class Way { kFma, kMma, kStaged };  // each warp alone, by FMA or tensor cores; or together
+enum class Way { kFma, kStaged };  // each warp alone, or all of a block together
 
 struct Variant {
     Way way;
-    int tile;         // weight rows of a warp; of a block, if staged
+    int tile;         // weight rows of a warp; of a block at most, if staged
     int warps;        // of a block
     int chunk_bytes;  // of a row in a stage: a power of two
-    int stages;
+    int stages;       // at most, if staged
     bool bulk;
+    bool half;    // of an SM's shared memory: the next kernel's block fits beside this one
+    bool turned;  // blocks begin at different depths
 };
 
-// Staged blocks have an SM for themselves; two of the others fit where they stay below 113 KB.
 constexpr Variant kVariants[] = {
-    {Way::kStaged, 64, 16, 512, 4, false},
-    {Way::kStaged, 128, 16, 256, 5, false},
-    {Way::kStaged, 128, 16, 512, 3, false},
-    {Way::kStaged, 64, 16, 512, 6, false},
-    {Way::kStaged, 32, 16, 1024, 5, false},
-    {Way::kMma, 16, 8, 256, 3, true},  // 104 KB
-    {Way::kMma, 32, 4, 512, 3, true},
-    {Way::kMma, 16, 8, 256, 3, false},  // by cp.async, as those below
-    {Way::kMma, 32, 4, 256, 3, false},
-    {Way::kFma, 16, 4, 512, 3, true},  // 101 KB, as the next two
-    {Way::kFma, 8, 8, 512, 3, true},
-    {Way::kFma, 8, 4, 1024, 3, true},
-    {Way::kFma, 16, 4, 512, 3, false},
-    {Way::kFma, 8, 4, 512, 6, false},
-    {Way::kFma, 4, 4, 512, 12, true},  // float32 with more than 8 rows
-    {Way::kFma, 4, 4, 512, 8, false},
+    {Way::kStaged, 64, 16, 512, 6, false, false, false},
+    {Way::kStaged, 128, 16, 512, 6, false, false, false},
+    {Way::kStaged, 32, 16, 1024, 6, false, false, false},
+    {Way::kStaged, 64, 16, 512, 9, false, false, false},
+    {Way::kStaged, 64, 16, 512, 6, false, false, true},
+    {Way::kStaged, 128, 16, 512, 6, false, false, true},
+    {Way::kStaged, 64, 16, 512, 6, false, true, false},
+    {Way::kStaged, 128, 16, 256, 6, false, true, false},
+    {Way::kFma, 16, 4, 512, 3, true, false, false},  // 101 KB, as the next two
+    {Way::kFma, 8, 4, 1024, 3, true, false, false},
+    {Way::kFma, 4, 4, 512, 12, true, false, false},
+    {Way::kFma, 16, 4, 512, 3, false, false, false},  // by cp.async, as those below
+    {Way::kFma, 8, 4, 512, 6, false, false, false},
+    {Way::kFma, 4, 4, 512, 8, false, false, false},
 };
 constexpr int kVariantCount = static_cast<int>(sizeof kVariants / sizeof *kVariants);
 
@@ -563,95 +462,92 @@ struct Choice {
     Kernel kernel = nullptr;
     int index = 0;  // of the kernel, for what must be told to CUDA once
     int threads = 0;
-    int block = 0;        // elements of the depth at once
-    int stage_bytes = 0;  // of a staged block: weights, activations, and what warps leave
-    int input_bytes = 0;
-    int sum_bytes = 0;
+    int block = 0;  // elements of the depth at once
+    int parts = 0;  // of a staged block's chunk
 };
 
 template <class Math>
 Choice choice(int index) {
-    return {skinny_gemm_kernel<Math>, index, Math::kThreads, Math::kBlock};
+    return {skinny_gemm_kernel<Math>, index, Math::kThreads, Math::kBlock, 0};
 }
 
-template <typename T, int kColumns, int kTile, int kChunkBytes, int kStages>
+template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed, int kBlocks = 1>
 Choice staged(int index) {
-    using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kStages>,
-            index,
-            kStagedThreads,
-            kChunkBytes / static_cast<int>(sizeof(T)),
-            Shape::kWeightBytes,
-            Shape::kInputBytes,
-            Shape::kSumBytes};
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kNormed, kBlocks>, index,
+            kStagedThreads, kChunkBytes / static_cast<int>(sizeof(T)),
+            StagedShape<kColumns, kTile, kChunkBytes>::kParts};
 }
 
-constexpr int kKernelCount = 64;
+constexpr int kKernelCount = 48;
+
+template <typename T, int kColumns, bool kNormed>
+Choice staged_kernel(const Variant& v, int base) {
+    // With a norm there is no room in registers for the next kernel's block.
+    constexpr int kBeside = kNormed ? 1 : 2;
+    if (v.tile == 32) return staged<T, kColumns, 32, 1024, kNormed>(base);
+    if (v.tile == 64)
+        return v.half ? staged<T, kColumns, 64, 512, kNormed, kBeside>(base + 1)
+                      : staged<T, kColumns, 64, 512, kNormed>(base + 2);
+    return v.half ? staged<T, kColumns, 128, 256, kNormed, kBeside>(base + 3)
+                  : staged<T, kColumns, 128, 512, kNormed>(base + 4);
+}
 
 // The kernel for a variant on `rows` rows, or none.
 template <typename T>
-Choice half_kernel(const Variant& v, int rows, int base) {
-    if (v.way == Way::kStaged) {
-        if (v.tile == 32)
-            return rows <= 8 ? staged<T, 1, 32, 1024, 5>(base + 10)
-                             : staged<T, 2, 32, 1024, 5>(base + 11);
-        if (v.tile == 64 && v.stages == 4)
-            return rows <= 8 ? staged<T, 1, 64, 512, 4>(base + 12)
-                             : staged<T, 2, 64, 512, 4>(base + 13);
-        if (v.tile == 64) return rows <= 8 ? staged<T, 1, 64, 512, 6>(base + 14) : Choice();
-        if (v.chunk_bytes == 256)
-            return rows <= 8 ? staged<T, 1, 128, 256, 5>(base + 15)
-                             : staged<T, 2, 128, 256, 5>(base + 16);
-        return rows <= 8 ? staged<T, 1, 128, 512, 3>(base + 17)
-                         : staged<T, 2, 128, 512, 3>(base + 18);
-    }
-    if (v.way == Way::kMma) {
-        if (v.tile == 16)
-            return rows <= 8 ? choice<Mma<T, 8, 16>>(base) : choice<Mma<T, 16, 16>>(base + 1);
-        return rows <= 8 ? choice<Mma<T, 8, 32>>(base + 2) : choice<Mma<T, 16, 32>>(base + 3);
-    }
-    if (v.tile == 16 && rows <= 4) {
-        if (rows == 1) return choice<Fma<T, 1, 16>>(base + 4);
-        return rows == 2 ? choice<Fma<T, 2, 16>>(base + 5) : choice<Fma<T, 4, 16>>(base + 6);
-    }
-    if (v.tile == 8 && rows <= 4) {
-        if (rows == 1) return choice<Fma<T, 1, 8>>(base + 7);
-        return rows == 2 ? choice<Fma<T, 2, 8>>(base + 8) : choice<Fma<T, 4, 8>>(base + 9);
-    }
-    return {};
+Choice half_kernel(const Variant& v, int rows, bool normed, int base) {
+    if (v.way != Way::kStaged) return {};
+    if (rows <= 8)
+        return normed ? staged_kernel<T, 1, true>(v, base)
+                      : staged_kernel<T, 1, false>(v, base + 5);
+    return normed ? staged_kernel<T, 2, true>(v, base + 10)
+                  : staged_kernel<T, 2, false>(v, base + 15);
 }
 
 Choice float_kernel(const Variant& v, int rows) {
     if (v.way != Way::kFma) return {};
     if (v.tile == 16 && rows <= 4) {
-        if (rows == 1) return choice<Fma<float, 1, 16>>(0);
-        return rows == 2 ? choice<Fma<float, 2, 16>>(1) : choice<Fma<float, 4, 16>>(2);
+        if (rows == 1) return choice<Fma<1, 16>>(0);
+        return rows == 2 ? choice<Fma<2, 16>>(1) : choice<Fma<4, 16>>(2);
     }
-    if (v.tile == 8 && rows > 4 && rows <= 8) return choice<Fma<float, 8, 8>>(3);
-    if (v.tile == 4 && rows > 8) return choice<Fma<float, 16, 4>>(4);
+    if (v.tile == 8 && rows > 4 && rows <= 8) return choice<Fma<8, 8>>(3);
+    if (v.tile == 4 && rows > 8) return choice<Fma<16, 4>>(4);
     return {};
 }
 
 int64_t element_bytes(const OffloadSkinnyGemm& a) { return a.dtype == OFFLOAD_F32 ? 4 : 2; }
 
-// All stages of a block; activations that are not staged are elsewhere.
-int ring_bytes(const Variant& v, const Choice& choice, bool staged_inputs) {
-    if (v.way == Way::kStaged)
-        return v.stages * (choice.stage_bytes + (staged_inputs ? choice.input_bytes : 0));
-    return v.warps * v.stages * v.tile * (v.chunk_bytes + 16);
+// Whether 16-byte loads reach everything; a null pointer counts as aligned.
+bool is_wide(const OffloadSkinnyGemm& a) {
+    const int64_t width = 16 / element_bytes(a);
+    return a.depth % width == 0 && a.weight_stride % width == 0 && aligned16(a.weight);
 }
+
+bool input_is_wide(const OffloadSkinnyGemm& a) {
+    const int64_t width = 16 / element_bytes(a);
+    return (a.rows == 1 || a.input_stride % width == 0) && aligned16(a.input);
+}
+
+// Whether the staged form can take the norm along; d + d * weight has only one kind of offset.
+bool takes_norm(const OffloadSkinnyGemm& a) {
+    const bool offset = a.norm.weight_offset != 0.f;
+    return a.norm.kind != OFFLOAD_NORM_NONE && input_is_wide(a) && aligned16(a.norm.weight) &&
+           aligned16(a.norm.bias) &&
+           (!offset || (a.norm.weight_offset == 1.f && a.norm.kind == OFFLOAD_NORM_RMS)) &&
+           (a.norm.kind == OFFLOAD_NORM_LAYER || !a.norm.bias);
+}
+
+int fma_ring_bytes(const Variant& v) { return v.warps * v.stages * v.tile * (v.chunk_bytes + 16); }
 
 Choice kernel_of(const Variant& v, const OffloadSkinnyGemm& a, const Device& device) {
     Choice found;
     if (v.bulk && device.major < 9) return found;
     if (a.dtype == OFFLOAD_F32) found = float_kernel(v, a.rows);
-    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, 8);
-    if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, 32);
+    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, takes_norm(a), 8);
+    if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, takes_norm(a), 28);
     if (found.kernel &&
         (v.warps * 32 > found.threads || v.chunk_bytes % (found.block * element_bytes(a)) != 0))
         found.kernel = nullptr;
-    if (kBarrierBytes + kScratchBytes + found.sum_bytes + ring_bytes(v, found, true) >
-        device.shared_per_block)
+    if (v.way == Way::kFma && kBarrierBytes + fma_ring_bytes(v) > device.shared_per_block)
         found.kernel = nullptr;
     return found;
 }
@@ -710,33 +606,12 @@ int check_sizes(const OffloadSkinnyGemm& a) {
     return 0;
 }
 
-// Whether 16-byte loads reach everything; a null pointer counts as aligned.
-bool is_wide(const OffloadSkinnyGemm& a) {
-    const int64_t width = 16 / element_bytes(a);
-    return a.depth % width == 0 && a.weight_stride % width == 0 && aligned16(a.weight);
-}
-
-bool input_is_wide(const OffloadSkinnyGemm& a) {
-    const int64_t width = 16 / element_bytes(a);
-    return (a.rows == 1 || a.input_stride % width == 0) && aligned16(a.input);
-}
-
-// Where nothing was measured. Many rows want many weight rows a warp: the activations come from L2
-// once for each of these.
+// Where nothing was measured: the first that can run, but narrow tiles for few outputs a block.
 int default_variant(const OffloadSkinnyGemm& a, const Device& device) {
-    static constexpr int few_rows[] = {0, 9, 5, 7, 10, 11, 12, 13, 8, 14, 15},
-                         many_rows[] = {0, 6, 8, 5, 7, 14, 15};
-    const bool many = a.rows > 8;
-    const int* order = many ? many_rows : few_rows;
-    const int count = many ? static_cast<int>(sizeof many_rows / sizeof *many_rows)
-                           : static_cast<int>(sizeof few_rows / sizeof *few_rows);
-    // A staged block cuts no depth, so it wants rows for every SM.
-    const bool few_outputs = a.outputs < 8ll * device.multiprocessors;
-    for (int i = 0; i < count; ++i) {
-        const Variant& v = kVariants[order[i]];
-        if (v.way == Way::kStaged && few_outputs) continue;
-        if (kernel_of(v, a, device).kernel) return order[i];
-    }
+    const bool wide_block = a.outputs > 64ll * device.multiprocessors;
+    const int first = a.dtype != OFFLOAD_F32 && a.rows > 8 && wide_block ? 1 : 0;
+    for (int i = first; i < kVariantCount; ++i)
+        if (kernel_of(kVariants[i], a, device).kernel) return i;
     return -1;
 }
 
@@ -751,6 +626,52 @@ int nth_variant(const OffloadSkinnyGemm& a, const Device& device, int n) {
     for (int i = 0; i < kVariantCount; ++i)
         if (kernel_of(kVariants[i], a, device).kernel && --n == 0) return i;
     return -1;
+}
+
+// Two blocks with half the depth each where many activations stand beside few outputs.
+uint32_t cluster_size(const OffloadSkinnyGemm& a, const Device& device, const Plan& p) {
+    if (device.major < 9 || p.chunks < 2 || device.multiprocessors < 2) return 1;
+    if (a.splits) return std::min(a.splits, 2);
+    const int64_t products = (a.gated ? 2ll : 1ll) * a.outputs;
+    return a.rows > 8 && products <= 64ll * device.multiprocessors ? 2 : 1;
+}
+
+void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
+    const Variant& v = *call.variant;
+    Plan& p = call.plan;
+    p.late_norm = takes_norm(a);
+    if (p.late_norm) call.norm_apart = false;
+    p.turned = v.turned;
+    p.splits = cluster_size(a, device, p);
+    const int teams = device.multiprocessors / static_cast<int>(p.splits);
+    p.blocks = static_cast<uint32_t>(teams) * p.splits;
+
+    const int norm_rows = !p.late_norm ? 0 : a.norm.kind == OFFLOAD_NORM_LAYER ? 2 : 1;
+    const int most = v.tile / (a.gated ? 2 : 1), group = a.gated ? 8 : 16;
+    const int outputs = (a.outputs - 1) / teams + 1;
+    // An SM keeps 1 KB a block for itself.
+    const int memory =
+        v.half ? (device.shared_per_block + 1024) / 2 - 1024 : device.shared_per_block;
+    // Fewer rows a tile, if three stages would not fit.
+    for (int tiles = (outputs - 1) / most + 1;; ++tiles) {
+        p.tile_outputs = (outputs - 1) / tiles + 1;
+        const int rows = ((p.tile_outputs - 1) / group + 1) * 16;
+        p.inputs_at = rows * v.chunk_bytes;
+        p.norm_at = p.inputs_at + a.rows * v.chunk_bytes;
+        p.sum_pitch = rows + 4;  // lanes write rows 2 apart to banks 8 apart
+        const int values =
+            (a.rows + (norm_rows == 2 ? 2 : 0)) * p.sum_pitch + (p.late_norm ? 2 * kMostRows : 0);
+        const int left = call.choice.parts * values * static_cast<int>(sizeof(float));
+        p.stage_bytes = static_cast<int32_t>(
+            round_up(std::max(p.norm_at + norm_rows * v.chunk_bytes, left), 128));
+        p.sums_at = kStagedHead;
+        p.ring_at = static_cast<int32_t>(
+            round_up(kStagedHead + (p.splits > 1 ? values * 4 * std::min(tiles, 2) : 0), 128));
+        p.stages = std::min({v.stages, kMostStages, (memory - p.ring_at) / p.stage_bytes});
+        if (p.stages >= 3 || p.tile_outputs <= group) break;
+    }
+    p.stages = std::max<int32_t>(p.stages, 2);
+    call.shared = p.ring_at + p.stages * p.stage_bytes;
 }
 
 int make_call(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
@@ -777,55 +698,35 @@ int make_call(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
     call.choice = kernel_of(v, a, device);
     Plan& p = call.plan;
     p.chunk = static_cast<int32_t>(v.chunk_bytes / element);
+    const int64_t chunks = (static_cast<int64_t>(a.depth) + p.chunk - 1) / p.chunk;
+    const int64_t per_tile = v.warps * v.tile / (a.gated ? 2 : 1);
+    const int64_t tiles = (static_cast<int64_t>(a.outputs) + per_tile - 1) / per_tile;
+    if (tiles * chunks >= (1ll << 31))
+        return refuse("skinny_gemm: a weight of %d x %d is too large", a.outputs, a.depth);
+    p.chunks = static_cast<uint32_t>(chunks);
+    if (v.way == Way::kStaged) {
+        plan_staged(a, device, call);
+        return 0;
+    }
+
     p.pitch = v.chunk_bytes + 16;
     p.stages = v.stages;
     while (1 << p.row_shift < v.chunk_bytes) ++p.row_shift;
     p.bulk = v.bulk;
-    const bool is_staged = v.way == Way::kStaged;
-    const int64_t per_tile = v.warps * v.tile / (a.gated ? 2 : 1);
-    const int64_t tiles = (static_cast<int64_t>(a.outputs) + per_tile - 1) / per_tile;
-    const int64_t chunks = (static_cast<int64_t>(a.depth) + p.chunk - 1) / p.chunk;
-    if (tiles * chunks >= (1ll << 31))
-        return refuse("skinny_gemm: a weight of %d x %d is too large", a.outputs, a.depth);
     p.tiles = static_cast<uint32_t>(tiles);
-    p.chunks = static_cast<uint32_t>(chunks);
     p.splits = a.splits ? static_cast<uint32_t>(std::min<int64_t>(a.splits, chunks))
                         : choose_splits(tiles, chunks, device.multiprocessors);
     p.blocks = static_cast<uint32_t>(std::min<int64_t>(tiles * p.splits, device.multiprocessors));
-    if (is_staged) {
-        p.splits = 1;
-        p.blocks = device.multiprocessors;
-    }
-
-    p.sums_at = kBarrierBytes + kScratchBytes;
-    p.input_at = p.sums_at + call.choice.sum_bytes;
-    p.ring_at = p.input_at;
-    int ring = ring_bytes(v, call.choice, true);
-    if (norm) {
-        // 64 more than a multiple of 128: two rows of 64 bytes meet no bank twice.
-        const int64_t pitch = round_up(a.depth * element, is_staged ? v.chunk_bytes : 128) + 64;
-        const int64_t bytes = round_up(pitch * a.rows, 128);
-        const int beside = ring_bytes(v, call.choice, false);
-        if (input_is_wide(a) && aligned16(a.norm.weight) && aligned16(a.norm.bias) &&
-            bytes <= kMostFusedNorm && p.ring_at + bytes + beside <= device.shared_per_block) {
-            call.norm_apart = false;
-            p.norm_in_block = 1;
-            p.input_pitch = static_cast<int32_t>(pitch);
-            p.ring_at += static_cast<int32_t>(bytes);
-            ring = beside;
-        }
-    }
-    call.shared = p.ring_at + ring;
+    p.ring_at = kBarrierBytes;
+    call.shared = p.ring_at + fma_ring_bytes(v);
     if (p.splits > 1) {
-        const bool is_fma = v.way == Way::kFma;
         const int bucket = a.rows == 1   ? 1
                            : a.rows == 2 ? 2
                            : a.rows <= 4 ? 4
                            : a.rows <= 8 ? 8
                                          : 16;
         // What a warp leaves of a tile: whole registers of 32 lanes.
-        const int64_t values = is_fma ? round_up(v.tile * bucket, 32)
-                                      : static_cast<int64_t>(v.tile) * std::max(bucket, 8);
+        const int64_t values = round_up(v.tile * bucket, 32);
         call.total_bytes += static_cast<int64_t>(p.blocks) * 2 * v.warps * values * 4;
         call.counters = tiles * v.warps;
     }
@@ -855,9 +756,8 @@ int prepare(const Choice& choice, const Device& device) {
 
 template <typename T>
 int launch_norm(const OffloadSkinnyGemm& a, int64_t pitch, void* stream) {
-    return launch("skinny_gemm: norm", normalize_rows_kernel<T>, dim3(a.rows),
-                  dim3(kWarpNormThreads), 0, stream, a.launch_early, a,
-                  reinterpret_cast<T*>(a.workspace), pitch);
+    return launch("skinny_gemm: norm", normalize_rows_kernel<T>, dim3(a.rows), dim3(kNormThreads),
+                  0, stream, a.launch_early, a, reinterpret_cast<T*>(a.workspace), pitch);
 }
 
 template <typename T>
@@ -866,6 +766,30 @@ int launch_plain(const OffloadSkinnyGemm& a, void* stream) {
     return launch("skinny_gemm: plain", plain_gemm_kernel<T>,
                   dim3((a.outputs + kWarps - 1) / kWarps), dim3(kWarps * 32), 0, stream,
                   a.launch_early, a);
+}
+
+int launch_staged(const OffloadSkinnyGemm& a, const Call& call, const Device& device,
+                  void* stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(call.plan.blocks);
+    config.blockDim = dim3(kStagedThreads);
+    config.dynamicSmemBytes = call.shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    // Older devices refuse both.
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (a.launch_early && device.major >= 9) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (call.plan.splits > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim.x = call.plan.splits;
+        attributes[config.numAttrs].val.clusterDim.y = 1;
+        attributes[config.numAttrs++].val.clusterDim.z = 1;
+    }
+    return cuda_status("skinny_gemm", cudaLaunchKernelEx(&config, call.choice.kernel, a, call.plan,
+                                                         static_cast<float*>(nullptr)));
 }
 
 int run(const OffloadSkinnyGemm& arguments, void* stream) {
@@ -905,6 +829,7 @@ int run(const OffloadSkinnyGemm& arguments, void* stream) {
         return launch_plain<__nv_bfloat16>(a, stream);
     }
     if (int status = prepare(call.choice, device)) return status;
+    if (call.variant->way == Way::kStaged) return launch_staged(a, call, device, stream);
     return launch("skinny_gemm", call.choice.kernel, dim3(call.plan.blocks),
                   dim3(call.variant->warps * 32), call.shared, stream, a.launch_early, a, call.plan,
                   partials);

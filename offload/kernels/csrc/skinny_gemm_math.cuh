@@ -1,15 +1,11 @@
-// How one warp multiplies its rows of the weight, which lie in shared memory, with the activations.
+// How one warp multiplies its rows of a float32 weight, which lie in shared memory, with the
+// activations, and how elements of 16 bits become float32.
 //
-// Both forms read 16 bytes of a weight row at once and take the activations from registers, which
-// were loaded a block of the depth earlier. `Fma` gives each lane a part of the depth and all rows:
-// the SBI-GeMM form of the DeepSpeed Inference paper (arXiv 2207.00032, section III), good for up
-// to 4 rows. `Mma` feeds the tensor cores with 16 weight rows as operand A and 8 activation rows as
-// operand B. A dot product does not care for the order of its terms, so the 8 elements of one
-// 16-byte read serve as a lane's elements of two products, though they are not the columns that
-// the instruction calls them, and the activations are read alike.
+// Each lane has a part of the depth and all rows: the SBI-GeMM form of the DeepSpeed Inference
+// paper (arXiv 2207.00032, section III). It reads 16 bytes of a weight row at once and takes the
+// activations from registers, which were loaded a block of the depth earlier.
 #pragma once
 #include "common.cuh"
-#include "tensor_core.cuh"
 
 namespace offload {
 
@@ -80,9 +76,9 @@ struct Place {
     bool mine;   // false where another lane holds the same value
 };
 
-template <typename Element, int kMostRows, int kWeightRows>
+template <int kMostRows, int kWeightRows>
 struct Fma {
-    using T = Element;
+    using T = float;
     static constexpr int kRows = kMostRows;
     static constexpr int kTile = kWeightRows;
     static constexpr int kWidth = 16 / sizeof(T);
@@ -144,94 +140,6 @@ struct Fma {
             return __shfl_xor_sync(0xffffffffu, v[0], 16);
         else
             return v[(i + kValues / 2) % kValues];
-    }
-};
-
-template <typename Element, int kMostRows, int kWeightRows>
-struct Mma {
-    using T = Element;
-    static_assert(sizeof(T) == 2 && kMostRows % 8 == 0 && kWeightRows % 16 == 0, "m16n8k16");
-    static constexpr int kRows = kMostRows;
-    static constexpr int kTile = kWeightRows;
-    static constexpr int kGroups = kTile / 16;
-    static constexpr int kColumns = kRows / 8;
-    static constexpr int kBlock = 128 / kColumns;
-    static constexpr int kSteps = kBlock / 32;
-    static constexpr int kLoads = kColumns * kSteps;
-    static constexpr int kValues = kGroups * kColumns * 4;
-    static constexpr int kThreads = kTile > 16 ? 128 : 256;
-    // Products that add to the same sums wait for each other: several sums, added at the end.
-    static constexpr int kSets = kGroups * kColumns >= 4 ? 1 : 4 / (kGroups * kColumns);
-
-    float sums[kSets][kGroups][kColumns][4];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < kSets * kValues; ++i) (&sums[0][0][0][0])[i] = 0.f;
-    }
-
-    __device__ __forceinline__ static void load(uint4 (&x)[kLoads], const unsigned char* input,
-                                                int64_t stride, int rows, int k, int depth,
-                                                int lane) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-            const int row = c * 8 + lane / 4;
-#pragma unroll
-            for (int s = 0; s < kSteps; ++s) {
-                const int at = k + s * 32 + lane % 4 * 8;
-                x[c * kSteps + s] =
-                    load_or_zero(input + row * stride + at * static_cast<int64_t>(sizeof(T)),
-                                 row < rows && at < depth);
-            }
-        }
-    }
-
-    // The tile's row (of the first 8) that stands as row lane / 4 of operand A. Rows 2q and 2q + 1
-    // are read at the same time, 64 bytes each; 4 rows apart, at a pitch of 16 more than a multiple
-    // of 128 bytes, they meet no bank twice.
-    __device__ __forceinline__ static int weight_row(int lane) {
-        const int g = lane / 4;
-        return g / 2 + g % 2 * 4;
-    }
-
-    __device__ __forceinline__ void multiply(const unsigned char* stage, int pitch,
-                                             const uint4 (&x)[kLoads], int lane) {
-        const unsigned char* mine = stage + weight_row(lane) * pitch + lane % 4 * 16;
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-            for (int m = 0; m < kGroups; ++m) {
-                const uint4 low = *reinterpret_cast<const uint4*>(mine + m * 16 * pitch + s * 64);
-                const uint4 high =
-                    *reinterpret_cast<const uint4*>(mine + (m * 16 + 8) * pitch + s * 64);
-#pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
-                    const uint4 b = x[c * kSteps + s];
-                    multiply_tile(sums[2 * s % kSets][m][c], low.x, high.x, low.y, high.y, b.x, b.y,
-                                  T());
-                    multiply_tile(sums[(2 * s + 1) % kSets][m][c], low.z, high.z, low.w, high.w,
-                                  b.z, b.w, T());
-                }
-            }
-    }
-
-    __device__ __forceinline__ void totals(float (&v)[kValues], int) {
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) {
-            v[i] = (&sums[0][0][0][0])[i];
-#pragma unroll
-            for (int set = 1; set < kSets; ++set) v[i] += (&sums[set][0][0][0])[i];
-        }
-    }
-
-    __device__ __forceinline__ static Place place(int i, int lane) {
-        const int m = i / 4 / kColumns, c = i / 4 % kColumns, part = i % 4;
-        return {c * 8 + lane % 4 * 2 + part % 2, m * 16 + part / 2 * 8 + weight_row(lane), true};
-    }
-
-    // Rows 8 to 15 of a group are the up rows of rows 0 to 7.
-    __device__ __forceinline__ static float up(const float (&v)[kValues], int i) {
-        return v[(i + 2) % kValues];
     }
 };
 

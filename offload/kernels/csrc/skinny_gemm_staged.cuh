@@ -1,53 +1,63 @@
-// The product for blocks that work together: all warps of a block share its weight rows and the
-// activations beside them, a chunk of the depth at a time, in one ring of shared memory.
+// The product for 16-bit elements: all warps of a block share its weight rows and the activations
+// beside them, a chunk of the depth at a time, in one ring of shared memory.
 //
 // Every block has an equal number of outputs, to the row, cut into equal tiles of at most kTile
-// weight rows: so all SMs read as much, no depth is split, and nothing is added up between blocks.
-// Background copies (cp.async) keep all stages but one under way. Activations come with the
-// weights, once for a whole tile: 1/8 of the bytes at 8 rows and tiles of 64, from L2. Warps share
-// out a tile's groups of 16 rows and, where there are fewer of these than warps, the chunk's depth;
-// their sums are added in the order of the depth, so results repeat bit for bit.
+// weight rows: so all SMs read as much. Background copies (cp.async) keep all stages but one under
+// way. Activations come with the weights, once for a whole tile, from L2, which has little more to
+// give than HBM: where 16 rows stand beside few outputs, two blocks of a cluster have twice the
+// outputs in common and half of the depth each; one adds up what both have.
+//
+// Warps share out a tile's groups of 16 rows and, where there are fewer of these than warps, the
+// chunk's depth. At a tile's end they leave their sums in the stage that was read last; these are
+// added in the order of the depth, so results repeat bit for bit.
 #pragma once
 #include "async_copy.cuh"
-#include "skinny_gemm_math.cuh"
+#include "cluster.cuh"
+#include "skinny_gemm_norm.cuh"
+#include "tensor_core.cuh"
 
 namespace offload {
 
 constexpr int kStagedThreads = 512;  // many warps, since each has few instructions to overlap
+constexpr int kMostStages = 9;       // wait_for_copies
+// At the front of shared memory: RowScale of each row.
+constexpr int kStagedHead = kMostRows * static_cast<int>(sizeof(RowScale));
 
-// How a staged block lies in shared memory, for the kernel and for the launcher.
+// How a staged block shares out its work, for the kernel and for the launcher.
 template <int kColumns, int kTile, int kChunkBytes>
 struct StagedShape {
     static constexpr int kWarps = kStagedThreads / 32;
-    static constexpr int kGroups = kTile / 16;
-    static constexpr int kParts = kWarps / kGroups;  // of a chunk's depth
+    // Activations in registers serve two groups of weight rows where there are many of them.
+    static constexpr int kOwnGroups = kColumns;
+    static constexpr int kTeams = kTile / 16 / kOwnGroups;
+    static constexpr int kParts = kWarps / kTeams;   // of a chunk's depth
     static constexpr int kSteps = kChunkBytes / 64;  // of 32 elements
     static constexpr int kOwnSteps = kSteps / kParts;
     static constexpr int kPieces = kChunkBytes / 16;  // of a row
     static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
     static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
     static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
-    static constexpr int kWeightBytes = kTile * kChunkBytes;
-    static constexpr int kInputBytes = kColumns * 8 * kChunkBytes;
-    static constexpr int kSumBytes = (kParts - 1) * kGroups * 32 * kColumns * 16;
+    static constexpr int kItems = (kTile * kColumns * 8 - 1) / kStagedThreads + 1;  // a thread
     static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
-    static_assert(kTile % 16 == 0 && kParts >= 1 && kParts * kGroups == kWarps, "whole groups");
+    static_assert(kTeams >= 1 && kParts * kTeams == kWarps, "whole groups");
     static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
 };
 
-// A block's outputs, tile by tile and chunk by chunk.
+// A block's outputs, tile by tile and chunk by chunk. The chunks of a tile are `count` from
+// `first`, taken from the `turn`-th of them on.
 struct StagedWalk {
     int left;             // tiles, this one included
     int shorter, longer;  // outputs a tile has; how many more tiles have one more
     int output, outputs;  // the tile's first, and how many
-    int chunk;
+    int done, at;         // chunks of this tile; the one that comes
 
-    __device__ __forceinline__ StagedWalk(int first, int count, int most) {
+    __device__ __forceinline__ StagedWalk(int first_output, int count, int most, int turn) {
         left = (count + most - 1) / most;
         shorter = left ? count / left : 0;
         longer = count - shorter * left;
-        output = first;
-        chunk = 0;
+        output = first_output;
+        done = 0;
+        at = turn;
         begin_tile();
     }
 
@@ -58,30 +68,22 @@ struct StagedWalk {
 
     __device__ __forceinline__ bool more() const { return left > 0; }
 
-    __device__ __forceinline__ void advance(int chunks) {
-        if (++chunk < chunks) return;
-        chunk = 0;
+    __device__ __forceinline__ void advance(int count) {
+        if (++at == count) at = 0;
+        if (++done < count) return;
+        done = 0;
+        next_tile();
+    }
+
+    __device__ __forceinline__ void next_tile() {
         --left;
         output += outputs;
         begin_tile();
     }
 };
 
-// Called, so that its registers are not the main loop's.
-template <typename T>
-__device__ __noinline__ void normalize_rows(const OffloadSkinnyGemm& a, const Plan& p,
-                                            unsigned char* shared) {
-    // Behind the depth the weights are zeros, and zero times anything is not always zero.
-    const int end = a.depth * static_cast<int>(sizeof(T)), rest = p.input_pitch - end;
-    for (int i = threadIdx.x * 16; i < a.rows * rest; i += kStagedThreads * 16)
-        *reinterpret_cast<uint4*>(shared + p.input_at + i / rest * p.input_pitch + end + i % rest) =
-            make_uint4(0, 0, 0, 0);
-    normalize_in_block<T>(a, shared + p.input_at, p.input_pitch,
-                          reinterpret_cast<float*>(shared + kBarrierBytes));
-}
-
-template <typename T, int kColumns, int kTile, int kChunkBytes, int kStages>
-__global__ void __launch_bounds__(kStagedThreads, 1)
+template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed, int kBlocks>
+__global__ void __launch_bounds__(kStagedThreads, kBlocks)
     staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
                        float*) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
@@ -89,188 +91,355 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     let_next_kernel_begin();
 
-    const int first = static_cast<int>(static_cast<int64_t>(a.outputs) * blockIdx.x / p.blocks);
+#ifdef OFFLOAD_HAS_CLUSTERS
+    const int splits = static_cast<int>(p.splits);
+    const int rank = splits == 1 ? 0 : blockIdx.x % splits;
+    if (splits > 1) cluster_arrive();  // both have begun
+#else
+    // Code for older GPUs on a newer one: the first block of a cluster does all of the depth.
+    constexpr int splits = 1, rank = 0;
+    if (blockIdx.x % p.splits) return;
+#endif
+    const int team = blockIdx.x / p.splits, teams = p.blocks / p.splits;
+    const int first = static_cast<int>(static_cast<int64_t>(a.outputs) * team / teams);
     const int count =
-        static_cast<int>(static_cast<int64_t>(a.outputs) * (blockIdx.x + 1) / p.blocks) - first;
-    const int most = a.gated ? kTile / 2 : kTile;
-    const int chunks = (a.depth - 1) / p.chunk + 1;
+        static_cast<int>(static_cast<int64_t>(a.outputs) * (team + 1) / teams) - first;
+    const int first_chunk = static_cast<int>(p.chunks) * rank / splits;
+    const int chunks = static_cast<int>(p.chunks) * (rank + 1) / splits - first_chunk;
+    const int turn = p.turned ? static_cast<int>(static_cast<int64_t>(chunks) * team / teams) : 0;
     const int depth_bytes = a.depth * static_cast<int>(sizeof(T));
-    const int stage_bytes = Shape::kWeightBytes + (p.norm_in_block ? 0 : Shape::kInputBytes);
     const uint64_t policy = evict_first_policy();
-    StagedWalk ahead(first, count, most), at(first, count, most);
+    StagedWalk ahead(first, count, p.tile_outputs, turn), at(first, count, p.tile_outputs, turn);
 
     // A thread copies the same 16 bytes of a chunk in every kRowsAtOnce-th row. There are few warps
-    // and much to copy, so addresses are worked out once a tile.
+    // and much to copy, so addresses are worked out once a tile. Odd rows have their 64 bytes
+    // swapped, so that two rows of 64 bytes meet no bank twice.
     const int copy_row = threadIdx.x / Shape::kPieces, copy_piece = threadIdx.x % Shape::kPieces;
     const uint32_t copy_to = shared_address(shared) + p.ring_at + copy_row * kChunkBytes +
                              (copy_piece ^ (copy_row & 1) << 2) * 16;
-    const unsigned char* weight_from[Shape::kCopies];
+    // Copy n begins n % 2 short steps and n / 2 long ones behind the first. With a gate, a group's
+    // first 8 rows are gate rows and the others their up rows.
+    const int64_t weight_row_bytes = a.weight_stride * static_cast<int64_t>(sizeof(T));
+    constexpr bool kUpIsNext = Shape::kRowsAtOnce < 16;
+    const int64_t short_step = weight_row_bytes * (!a.gated    ? Shape::kRowsAtOnce
+                                                   : kUpIsNext ? a.outputs
+                                                               : Shape::kRowsAtOnce / 2);
+    const int64_t long_step =
+        weight_row_bytes * (a.gated ? Shape::kRowsAtOnce : 2 * Shape::kRowsAtOnce);
+    const unsigned char* weight_from;
     uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
     auto begin_tile = [&] {
         if (!ahead.more()) return;
+        const int output = a.gated ? copy_row / 16 * 8 + copy_row % 8 : copy_row;
+        weight_from = static_cast<const unsigned char*>(a.weight) + copy_piece * 16 +
+                      (ahead.output + output +
+                       static_cast<int64_t>(a.gated && copy_row % 16 >= 8 ? a.outputs : 0)) *
+                          weight_row_bytes;
         wanted = 0;
 #pragma unroll
         for (int n = 0; n < Shape::kCopies; ++n) {
             const int row = copy_row + n * Shape::kRowsAtOnce;
-            // With a gate, a group's first 8 rows are gate rows and the others their up rows.
-            const int output = a.gated ? row / 16 * 8 + row % 8 : row;
-            const bool there = output < ahead.outputs;
-            const int64_t from =
-                ahead.output + (there ? output : 0) + (a.gated && row % 16 >= 8 ? a.outputs : 0);
-            weight_from[n] = static_cast<const unsigned char*>(a.weight) +
-                             from * a.weight_stride * static_cast<int64_t>(sizeof(T)) +
-                             copy_piece * 16;
+            const bool there = (a.gated ? row / 16 * 8 + row % 8 : row) < ahead.outputs;
             wanted |= static_cast<uint32_t>(there) << n;
         }
     };
     auto fetch_weights = [&](int stage_at) {
         const uint32_t to = copy_to + stage_at;
-        const int skip = ahead.chunk * kChunkBytes;
+        const int skip = (first_chunk + ahead.at) * kChunkBytes;
+        const unsigned char* from = weight_from + skip;
         if (skip + kChunkBytes <= depth_bytes) {
 #pragma unroll
             for (int n = 0; n < Shape::kCopies; ++n)
                 copy_async16_if(wanted >> n & 1, to + n * Shape::kRowsAtOnce * kChunkBytes,
-                                weight_from[n] + skip, policy);
+                                from + n % 2 * short_step + n / 2 * long_step, policy);
         } else {
             const bool there = skip + copy_piece * 16 < depth_bytes;
 #pragma unroll
             for (int n = 0; n < Shape::kCopies; ++n)
                 if (wanted >> n & 1)
-                    copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
-                                         there ? weight_from[n] + skip : a.weight, there, policy);
+                    copy_async16_or_zero(
+                        to + n * Shape::kRowsAtOnce * kChunkBytes,
+                        there ? from + n % 2 * short_step + n / 2 * long_step : a.weight, there,
+                        policy);
         }
     };
-    const unsigned char* input_from[Shape::kInputCopies];
-#pragma unroll
-    for (int n = 0; n < Shape::kInputCopies; ++n)
-        input_from[n] =
-            static_cast<const unsigned char*>(a.input) +
-            (copy_row + n * Shape::kRowsAtOnce) * a.input_stride * static_cast<int64_t>(sizeof(T)) +
-            copy_piece * 16;
+    // Activations, and the norm's weight and bias as rows behind them.
+    const unsigned char* const input_from =
+        static_cast<const unsigned char*>(a.input) +
+        copy_row * a.input_stride * static_cast<int64_t>(sizeof(T)) + copy_piece * 16;
+    const int64_t input_step =
+        Shape::kRowsAtOnce * a.input_stride * static_cast<int64_t>(sizeof(T));
+    const unsigned char* norm_from = nullptr;
+    if (kNormed && copy_row < 2)
+        norm_from = static_cast<const unsigned char*>(copy_row ? a.norm.bias : a.norm.weight);
     auto fetch_inputs = [&](int stage_at, int chunk) {
-        if (p.norm_in_block) return;
-        const uint32_t to = copy_to + stage_at + Shape::kWeightBytes;
-        const int skip = chunk * kChunkBytes;
+        const uint32_t to = copy_to + stage_at + p.inputs_at;
+        const int skip = (first_chunk + chunk) * kChunkBytes;
         const bool there = skip + copy_piece * 16 < depth_bytes;
 #pragma unroll
         for (int n = 0; n < Shape::kInputCopies; ++n)
             if (copy_row + n * Shape::kRowsAtOnce < a.rows)
                 copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
-                                     there ? input_from[n] + skip : a.input, there);
+                                     there ? input_from + n * input_step + skip : a.input, there);
+        if (norm_from)
+            copy_async16_or_zero(copy_to + stage_at + p.norm_at,
+                                 there ? norm_from + copy_piece * 16 + skip : a.weight, there);
     };
     auto advance = [&] {
         ahead.advance(chunks);
-        if (ahead.chunk == 0) begin_tile();
+        if (ahead.done == 0) begin_tile();
     };
     begin_tile();
 
     // Only the weights are sure to be there before the kernel ahead has ended.
     int begun = 0;
-    for (; begun + 1 < kStages && ahead.more(); ++begun) {
-        fetch_weights(begun * stage_bytes);
+    for (; begun + 1 < p.stages && ahead.more(); ++begun) {
+        fetch_weights(begun * p.stage_bytes);
         advance();
     }
     wait_for_previous_kernel();
-    if (p.norm_in_block) normalize_rows<T>(a, p, shared);
-    for (int s = 0; s + 1 < kStages; ++s) {
-        if (s < begun) fetch_inputs(s * stage_bytes, s % chunks);
+    for (int s = 0, chunk = turn; s + 1 < p.stages; ++s) {
+        if (s < begun) fetch_inputs(s * p.stage_bytes, chunk);
+        if (++chunk == chunks) chunk = 0;
         commit_copies();
     }
 
-    const int group = warp % Shape::kGroups, part = warp / Shape::kGroups;
+    const int pair = warp % Shape::kTeams, part = warp / Shape::kTeams;
+    const int group = pair * Shape::kOwnGroups;
     const int row = lane / 4, swap = (row & 1) << 2;
     // Everything that a step's addresses have in common with those of other chunks.
-    const unsigned char* const weights = shared + p.ring_at + (group * 16 + row) * kChunkBytes;
-    const unsigned char* inputs[kColumns];
-    int place[Shape::kOwnSteps], input_place[Shape::kOwnSteps];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-        inputs[c] = p.norm_in_block
-                        ? shared + p.input_at + min(c * 8 + row, a.rows - 1) * p.input_pitch
-                        : shared + p.ring_at + Shape::kWeightBytes + (c * 8 + row) * kChunkBytes;
+    const int ring_at = p.ring_at;
+    const unsigned char* const weights = shared + ring_at + (group * 16 + row) * kChunkBytes;
+    int place[Shape::kOwnSteps], input_place[Shape::kOwnSteps][kColumns];
 #pragma unroll
     for (int own = 0; own < Shape::kOwnSteps; ++own) {
         const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
         place[own] = (piece ^ swap) * 16;
-        input_place[own] = p.norm_in_block ? piece * 16 : place[own];
-    }
-    float sums[2][kColumns][4] = {};
-    // The stage that was used last is the next to be filled.
-    int stage_at = 0, free_at = (kStages - 1) * stage_bytes;
-    for (; at.more(); at.advance(chunks)) {
-        wait_for_copies(kStages - 2);
-        __syncthreads();  // the stage is here for all, and all are done with the one before
-        if (ahead.more()) {
-            fetch_weights(free_at);
-            fetch_inputs(free_at, ahead.chunk);
-            advance();
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            // Past the last row it is that one: nobody looks at its sums.
+            const int r = min(c * 8 + row, a.rows - 1);
+            input_place[own][c] =
+                ring_at + p.inputs_at + r * kChunkBytes + (piece ^ (r & 1) << 2) * 16;
         }
-        commit_copies();
+    }
 
-        const int input_at = p.norm_in_block ? at.chunk * kChunkBytes : stage_at;
+    const bool layer = kNormed && a.norm.kind == OFFLOAD_NORM_LAYER;
+    const uint32_t offset_mask = a.norm.weight_offset != 0.f ? ~0u : 0u;
+    RowScale* const row_scales = reinterpret_cast<RowScale*>(shared);
+    uint32_t scales[kColumns], shifts[kColumns];
+    if (kNormed) {
+        // Rows of a norm that has neither weight nor bias: they stay, whatever the chunk.
+        if (copy_row < (layer ? 2 : 1) && !norm_from) {
+            const uint32_t x = copy_row == 0 && !offset_mask ? Late<T>::kOnes : 0u;
+            for (int s = 0; s < p.stages; ++s)
+                *reinterpret_cast<uint4*>(
+                    shared + ring_at + s * p.stage_bytes + p.norm_at + copy_row * kChunkBytes +
+                    (copy_piece ^ (copy_row & 1) << 2) * 16) = make_uint4(x, x, x, x);
+        }
+        if (needs_row_scales<T>(a.norm))
+            choose_row_scales<T>(a, row_scales);
+        else if (threadIdx.x < kMostRows)
+            row_scales[threadIdx.x] = {1.f, 0.f};
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            const RowScale by = row_scales[min(c * 8 + row, a.rows - 1)];
+            scales[c] = pair_of<T>(by.scale);
+            shifts[c] = pair_of<T>(by.shift);
+        }
+    }
+
+    constexpr int kSets = kColumns == 1 ? 2 : 1;  // products that add to the same sums wait
+    float sums[kSets][Shape::kOwnGroups][kColumns][4] = {};
+    float norm_sums[Shape::kOwnGroups][4] = {};  // W gamma, W beta
+    float row_sums[kColumns][4] = {};            // of d times itself, and of d
+    int next_group = 0;                          // how far behind this one it lies
+    auto multiply = [&](int stage_at, int skip) {
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
-            const unsigned char* from = weights + stage_at + place[own];
-            const uint4 low = *reinterpret_cast<const uint4*>(from);
-            const uint4 high = *reinterpret_cast<const uint4*>(from + 8 * kChunkBytes);
+            uint4 low[Shape::kOwnGroups], high[Shape::kOwnGroups];
+#pragma unroll
+            for (int g = 0; g < Shape::kOwnGroups; ++g) {
+                const unsigned char* from = weights + stage_at + place[own] + g * next_group;
+                low[g] = *reinterpret_cast<const uint4*>(from);
+                high[g] = *reinterpret_cast<const uint4*>(from + 8 * kChunkBytes);
+            }
+            uint4 weight;
+            bool there = true;
+            if constexpr (kNormed) {
+                const int byte = (part * Shape::kOwnSteps + own) * 64 + lane % 4 * 16;
+                const unsigned char* from = shared + ring_at + stage_at + p.norm_at;
+                weight = *reinterpret_cast<const uint4*>(from + byte);
+                there = skip + byte < depth_bytes;
+                if (layer) {
+                    uint4 both = weight;  // column 0: the norm's weight, column 1: its bias
+                    if (row == 1)
+                        both = *reinterpret_cast<const uint4*>(from + kChunkBytes + (byte ^ 64));
+#pragma unroll
+                    for (int g = 0; g < Shape::kOwnGroups; ++g) {
+                        multiply_tile(norm_sums[g], low[g].x, high[g].x, low[g].y, high[g].y,
+                                      both.x, both.y, T());
+                        multiply_tile(norm_sums[g], low[g].z, high[g].z, low[g].w, high[g].w,
+                                      both.z, both.w, T());
+                    }
+                }
+            }
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
-                const uint4 x =
-                    *reinterpret_cast<const uint4*>(inputs[c] + input_at + input_place[own]);
-                multiply_tile(sums[0][c], low.x, high.x, low.y, high.y, x.x, x.y, T());
-                multiply_tile(sums[1][c], low.z, high.z, low.w, high.w, x.z, x.w, T());
+                uint4 x = *reinterpret_cast<const uint4*>(shared + input_place[own][c] + stage_at);
+                if constexpr (kNormed) {
+                    // Behind the depth d is 0 too, for the sums of it.
+                    uint4 d = x;
+                    x = scale_row<T>(d, weight, there ? scales[c] : 0u, there ? shifts[c] : 0u,
+                                     offset_mask);
+                    constexpr uint32_t kOnes = Late<T>::kOnes;
+                    multiply_tile(row_sums[c], d.x, kOnes, d.y, kOnes, d.x, d.y, T());
+                    multiply_tile(row_sums[c], d.z, kOnes, d.w, kOnes, d.z, d.w, T());
+                }
+#pragma unroll
+                for (int g = 0; g < Shape::kOwnGroups; ++g) {
+                    multiply_tile(sums[0][g][c], low[g].x, high[g].x, low[g].y, high[g].y, x.x, x.y,
+                                  T());
+                    multiply_tile(sums[kSets - 1][g][c], low[g].z, high[g].z, low[g].w, high[g].w,
+                                  x.z, x.w, T());
+                }
             }
         }
-        free_at = stage_at;
-        stage_at = stage_at + stage_bytes == kStages * stage_bytes ? 0 : stage_at + stage_bytes;
-        if (at.chunk + 1 < chunks) continue;
+    };
 
-        float v[kColumns][4];
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[c][i] = sums[0][c][i] + sums[1][c][i];
-                sums[0][c][i] = sums[1][c][i] = 0.f;
+    // What a thread finishes: output `n` of the tile, of every kRowsAtOnce-th row.
+    const int width = a.gated ? kTile / 2 : kTile;
+    const int n = threadIdx.x % width, rows_at_once = kStagedThreads / width;
+    const int first_row = threadIdx.x / width;
+    T bias = {}, up_bias = {}, residual[Shape::kItems] = {};
+
+    // The stage that was used last is the next to be filled.
+    int stage_at = 0, free_at = (p.stages - 1) * p.stage_bytes, chunk = turn;
+    for (int tile = 0; at.more(); at.next_tile(), ++tile) {
+        if (rank == 0 && n < at.outputs) {
+            // Long before it is needed; and each value on its own, as `output` may be `residual`.
+            if (a.bias) {
+                bias = static_cast<const T*>(a.bias)[at.output + n];
+                if (a.gated) up_bias = static_cast<const T*>(a.bias)[at.output + n + a.outputs];
             }
-        if constexpr (Shape::kParts > 1) {
-            float4* exchange = reinterpret_cast<float4*>(shared + p.sums_at);
-            if (part > 0)
+            if (a.residual)
 #pragma unroll
-                for (int c = 0; c < kColumns; ++c)
-                    exchange[(((part - 1) * Shape::kGroups + group) * kColumns + c) * 32 + lane] =
-                        make_float4(v[c][0], v[c][1], v[c][2], v[c][3]);
-            __syncthreads();
-            if (part > 0) continue;
-#pragma unroll
-            for (int other = 0; other < Shape::kParts - 1; ++other)
-#pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
-                    const float4 x =
-                        exchange[((other * Shape::kGroups + group) * kColumns + c) * 32 + lane];
-                    v[c][0] += x.x;
-                    v[c][1] += x.y;
-                    v[c][2] += x.z;
-                    v[c][3] += x.w;
+                for (int i = 0; i < Shape::kItems; ++i) {
+                    const int r = first_row + i * rows_at_once;
+                    if (r < a.rows)
+                        residual[i] = static_cast<const T*>(
+                            a.residual)[r * a.residual_stride + at.output + n];
                 }
         }
-        const T* bias = static_cast<const T*>(a.bias);
-        const T* residual = static_cast<const T*>(a.residual);
-        T* output = static_cast<T*>(a.output);
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (a.gated && i >= 2) break;
-                const int r = c * 8 + lane % 4 * 2 + i % 2;
-                const int in_tile = a.gated ? group * 8 + row : group * 16 + row + i / 2 * 8;
-                if (r >= a.rows || in_tile >= at.outputs) continue;
-                const int n = at.output + in_tile;
-                float y = activate(v[c][i] + (bias ? to_float(bias[n]) : 0.f), a.activation);
-                if (a.gated) y *= v[c][(i + 2) % 4] + (bias ? to_float(bias[n + a.outputs]) : 0.f);
-                if (residual) y += to_float(residual[r * a.residual_stride + n]);
-                output[r * a.output_stride + n] = from_float<T>(y);
+        const int groups = a.gated ? (at.outputs + 7) / 8 : (at.outputs + 15) / 16;
+        if (Shape::kOwnGroups > 1) next_group = group + 1 < groups ? 16 * kChunkBytes : 0;
+        for (int more = chunks; more > 0; --more) {
+            wait_for_copies(p.stages - 2);
+            __syncthreads();  // the stage is here for all, and all are done with the one before
+            if (ahead.more()) {
+                fetch_weights(free_at);
+                fetch_inputs(free_at, ahead.at);
+                advance();
             }
+            commit_copies();
+            if (group < groups) multiply(stage_at, (first_chunk + chunk) * kChunkBytes);
+            if (++chunk == chunks) chunk = 0;
+            free_at = stage_at;
+            stage_at += p.stage_bytes;
+            if (stage_at == p.stages * p.stage_bytes) stage_at = 0;
+        }
+
+        // A row of sums for each of the activations, then those of the norm's weight and bias, then
+        // what rows sum up to: of every part of the depth, in the stage that all have read.
+        const int norm_rows = layer ? 2 : 0;
+        const int row_sums_at = (a.rows + norm_rows) * p.sum_pitch;
+        const int values = row_sums_at + (kNormed ? 2 * kMostRows : 0);
+        float* const left = reinterpret_cast<float*>(shared + ring_at + free_at);
+        float* const mine = left + part * values;
+        __syncthreads();
+        if (group < groups) {
+#pragma unroll
+            for (int g = 0; g < Shape::kOwnGroups; ++g) {
+                float* const to = mine + (group + g) * 16 + row;
+                if (group + g < groups) {
+#pragma unroll
+                    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int r = c * 8 + lane % 4 * 2 + i % 2;
+                            float x = sums[0][g][c][i];
+                            if (kSets > 1) x += sums[kSets - 1][g][c][i];
+                            if (r < a.rows) to[r * p.sum_pitch + i / 2 * 8] = x;
+                        }
+                    if (norm_rows && lane % 4 == 0)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            to[(a.rows + i % 2) * p.sum_pitch + i / 2 * 8] = norm_sums[g][i];
+                }
+            }
+            if (kNormed && group == 0)
+#pragma unroll
+                for (int c = 0; c < kColumns; ++c) {
+                    float* const to = mine + row_sums_at + c * 8;
+                    if (lane % 4 == row / 2) to[kMostRows + row] = row_sums[c][row % 2];
+                    if (row == 0) {
+                        to[lane % 4 * 2] = row_sums[c][2];
+                        to[lane % 4 * 2 + 1] = row_sums[c][3];
+                    }
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < Shape::kOwnGroups * kColumns * 4 * kSets; ++i)
+            (&sums[0][0][0][0])[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < Shape::kOwnGroups * 4; ++i) (&norm_sums[0][0])[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < kColumns * 4; ++i) (&row_sums[0][0])[i] = 0.f;
+        __syncthreads();
+        float* const others = reinterpret_cast<float*>(shared + p.sums_at) + tile % 2 * values;
+        for (int i = threadIdx.x; i < values; i += kStagedThreads) {
+            float x = left[i];
+#pragma unroll
+            for (int other = 1; other < Shape::kParts; ++other) x += left[other * values + i];
+            left[i] = x;
+        }
+#ifdef OFFLOAD_HAS_CLUSTERS
+        if (splits > 1) {
+            // A place is written again two tiles later, when the barrier between has been passed.
+            if (tile == 0) cluster_wait();
+            if (rank > 0)
+                for (int i = threadIdx.x; i < values; i += kStagedThreads)
+                    store_to_block(others + i, 0, left[i]);
+            cluster_arrive();
+            cluster_wait();
+        }
+#endif
+        if (rank > 0) continue;
+        __syncthreads();
+        if (n >= at.outputs) continue;
+        auto total = [&](int i) { return splits > 1 ? left[i] + others[i] : left[i]; };
+        const int weight_row = a.gated ? n / 8 * 16 + n % 8 : n;
+#pragma unroll
+        for (int i = 0; i < Shape::kItems; ++i) {
+            const int r = first_row + i * rows_at_once;
+            if (r >= a.rows) break;
+            RowNorm by = {1.f, 0.f};
+            if (kNormed)
+                by = row_norm(a.norm, a.depth, row_scales[r].scale, total(row_sums_at + r),
+                              total(row_sums_at + kMostRows + r));
+            auto product = [&](int m) {
+                float x = total(r * p.sum_pitch + m);
+                if (norm_rows) x -= by.mean * total(a.rows * p.sum_pitch + m);
+                if (kNormed) x *= by.inverse;
+                if (norm_rows) x += total((a.rows + 1) * p.sum_pitch + m);
+                return x;
+            };
+            float y = activate(product(weight_row) + to_float(bias), a.activation);
+            if (a.gated) y *= product(weight_row + 8) + to_float(up_bias);
+            if (a.residual) y += to_float(residual[i]);
+            static_cast<T*>(a.output)[r * a.output_stride + at.output + n] = from_float<T>(y);
+        }
     }
 }
 

@@ -1,0 +1,30 @@
+// Two blocks of a cluster (sm_90): they run at the same time and write to each other's shared
+// memory.
+#pragma once
+#include "common.cuh"
+
+namespace offload {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define OFFLOAD_HAS_CLUSTERS 1
+
+// Every thread of the cluster arrives, and later waits for all others to have done so: what they
+// wrote before is then seen.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Writes x where block `rank` of the cluster has what lies at `mine` here.
+__device__ __forceinline__ void store_to_block(float* mine, int rank, float x) {
+    const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
+}
+#endif
+
+}  // namespace offload
