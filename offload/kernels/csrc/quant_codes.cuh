@@ -10,6 +10,10 @@
 // zero is exact. 13 to 15 instructions for 8 weights. int8 by way of float32, since a bfloat16 has
 // no room for 8 bits beside their offset: 14 for 4.
 #pragma once
+#include <string.h>
+
+#include <type_traits>
+
 #include "tensor_core.cuh"
 
 namespace offload {
@@ -18,6 +22,36 @@ namespace offload {
 struct CodeAffine {
     uint32_t scale, zero, zero_high;
 };
+
+// (word & mask) | bits, in one instruction: the compiler makes two of it, since it keeps both
+// constants out of registers.
+template <uint32_t kMask, uint32_t kBitsSet>
+__device__ __forceinline__ uint32_t mask_and_set(uint32_t word) {
+#ifdef __CUDA_ARCH__
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "n"(kMask), "n"(kBitsSet));
+    return y;
+#else
+    return (word & kMask) | kBitsSet;
+#endif
+}
+
+// The low or the high halves of two words.
+__device__ __forceinline__ uint32_t low_halves(uint32_t x, uint32_t y) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(x, y, 0x5410u);
+#else
+    return (x & 0xffffu) | y << 16;
+#endif
+}
+
+__device__ __forceinline__ uint32_t high_halves(uint32_t x, uint32_t y) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(x, y, 0x7632u);
+#else
+    return x >> 16 | (y & 0xffff0000u);
+#endif
+}
 
 // Byte i of `word` as the float 2^23 + byte.
 __device__ __forceinline__ float magic_byte(uint32_t word, int i) {
@@ -38,13 +72,14 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
     return reinterpret_cast<const uint32_t&>(both);
 }
 
-__device__ __forceinline__ float bits_to_float(uint16_t bits, __nv_bfloat16) {
-    return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+__device__ __forceinline__ float bits_to_float(uint32_t bits, __nv_bfloat16) {
+    return __uint_as_float(bits << 16);
 }
 
-__device__ __forceinline__ float bits_to_float(uint16_t bits, __half) {
+__device__ __forceinline__ float bits_to_float(uint32_t bits, __half) {
+    const uint16_t half_bits = static_cast<uint16_t>(bits);
     __half x;
-    memcpy(&x, &bits, sizeof x);
+    memcpy(&x, &half_bits, sizeof x);
     return __half2float(x);
 }
 
@@ -56,10 +91,10 @@ struct Codes<T, 4> {
     static constexpr int kPieces = 4;  // of 8 codes, in 16 bytes
     static constexpr bool kBrain = std::is_same_v<T, __nv_bfloat16>;
 
-    __device__ __forceinline__ static CodeAffine affine(uint16_t scale, uint32_t zero) {
-        const uint32_t twice = 0x00010001u;
-        if (kBrain) return {scale * twice, (0xc300u | zero) * twice, 0u};
-        return {scale * twice, (0xe400u | zero) * twice, (0xd400u | zero << 4) * twice};
+    __device__ __forceinline__ static CodeAffine affine(uint32_t scale, uint32_t zero) {
+        const uint32_t pair = low_halves(scale, scale);
+        const uint32_t low = (kBrain ? 0xc300u : 0xe400u) | zero, high = 0xd400u | zero << 4;
+        return {pair, low_halves(low, low), kBrain ? 0u : low_halves(high, high)};
     }
 
     // Weights (0, 4), (1, 5), (2, 6), (3, 7) of piece `piece`.
@@ -71,14 +106,14 @@ struct Codes<T, 4> {
         for (int i = 0; i < 4; ++i) {
             uint32_t x;
             if (kBrain) {
-                x = multiply_add_pair((word >> 4 * i & 0x000f000fu) | 0x43004300u, 0x3f803f80u,
-                                      affine.zero, T());
+                x = multiply_add_pair(mask_and_set<0x000f000fu, 0x43004300u>(word >> 4 * i),
+                                      0x3f803f80u, affine.zero, T());
             } else {
                 if (i == 2) word >>= 8;
-                x = i % 2 == 0 ? multiply_add_pair((word & 0x000f000fu) | 0x64006400u, 0x3c003c00u,
-                                                   affine.zero, T())
-                               : multiply_add_pair((word & 0x00f000f0u) | 0x64006400u, 0x2c002c00u,
-                                                   affine.zero_high, T());
+                x = i % 2 == 0 ? multiply_add_pair(mask_and_set<0x000f000fu, 0x64006400u>(word),
+                                                   0x3c003c00u, affine.zero, T())
+                               : multiply_add_pair(mask_and_set<0x00f000f0u, 0x64006400u>(word),
+                                                   0x2c002c00u, affine.zero_high, T());
             }
             w[i] = multiply_add_pair(x, affine.scale, kMinusZero, T());
         }
@@ -86,8 +121,8 @@ struct Codes<T, 4> {
 
     // 8 activations in the order of `expand`.
     __device__ __forceinline__ static uint4 arrange(const uint4& x) {
-        return make_uint4((x.x & 0xffffu) | x.z << 16, x.x >> 16 | (x.z & 0xffff0000u),
-                          (x.y & 0xffffu) | x.w << 16, x.y >> 16 | (x.w & 0xffff0000u));
+        return make_uint4(low_halves(x.x, x.z), high_halves(x.x, x.z), low_halves(x.y, x.w),
+                          high_halves(x.y, x.w));
     }
 };
 
@@ -95,7 +130,7 @@ template <typename T>
 struct Codes<T, 8> {
     static constexpr int kPieces = 2;
 
-    __device__ __forceinline__ static CodeAffine affine(uint16_t scale, uint32_t zero) {
+    __device__ __forceinline__ static CodeAffine affine(uint32_t scale, uint32_t zero) {
         return {__float_as_uint(bits_to_float(scale, T())), 0x4b000000u | zero, 0u};
     }
 
