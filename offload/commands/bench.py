@@ -170,7 +170,7 @@ def _add_kernels(benchmarks: Any) -> None:
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="instead: every variant of the small-batch product on every shape (op gemm)",
+        help="instead: every variant of a small-batch product (op gemm, or quant_gemm)",
     )
     parser.add_argument("--out", metavar="FILE", help="write all figures there, as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -179,7 +179,7 @@ def _add_kernels(benchmarks: Any) -> None:
 def _kernels(args: argparse.Namespace) -> int:
     import torch
 
-    from offload.bench.kernels import gemm, run
+    from offload.bench.kernels import gemm, quant_gemm, run
     from offload.bench.kernels.case import Rates
     from offload.bench.result import machine
 
@@ -188,7 +188,8 @@ def _kernels(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         raise ValueError(f"--device {args.device}: {error}") from None
     run.check_device(device)
-    wanted = run.Wanted(device, tuple(args.op), tuple(args.shape), args.quick, args.compile)
+    ops = tuple(op.replace("-", "_") for op in args.op)
+    wanted = run.Wanted(device, ops, tuple(args.shape), args.quick, args.compile)
     found: dict[str, Any]
     failed = False
 
@@ -196,15 +197,16 @@ def _kernels(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr, flush=True)
 
     if args.sweep:
-        if set(args.op) - {gemm.OP}:
-            raise ValueError("--sweep is for the op gemm alone")
+        swept = {gemm.OP: gemm, quant_gemm.OP: quant_gemm}
+        if len(ops) > 1 or set(ops) - swept.keys():
+            raise ValueError(f"--sweep is for one of the ops {' and '.join(swept)}")
         rates, facts = Rates.measure(device, 1.0), machine(device)
         say = progress if args.json else print
         say(run.heading(rates, facts))
         found = {
             "machine": facts,
             "rates": asdict(rates),
-            "sweep": gemm.sweep(device, rates, wanted.shape, say),
+            "sweep": swept[ops[0] if ops else gemm.OP].sweep(device, rates, wanted.shape, say),
         }
     else:
         result = run.run_kernels(wanted, progress)

@@ -113,7 +113,7 @@ def test_the_table_and_the_file(
         (["--device", "nonsense"], "--device nonsense"),
         (["--device", "meta"], "not meta"),
         (["--sweep"], "the sweep needs a CUDA device"),
-        (["--sweep", "--op", "attention"], "--sweep is for the op gemm alone"),
+        (["--sweep", "--op", "attention"], "--sweep is for one of the ops gemm and quant_gemm"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(arguments: list[str], text: str, capsys: Any) -> None:

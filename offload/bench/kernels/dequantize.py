@@ -1,0 +1,98 @@
+"""Stored weights made whole: every format on one large weight, beside what HBM copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from offload.bench.kernels.case import Case, copies, launches
+from offload.kernels.dequantizer import Dequantize
+from offload.kernels.weight_format import WeightFormat
+
+OP = "dequantize"
+DTYPE = torch.bfloat16
+SHAPE = (20480, 5120)  # [N, K] of OPT-13B's largest
+TINY = (256, 512)  # for a CPU
+FORMS = (
+    *(
+        WeightFormat.parse(name)
+        for name in (
+            "int4",
+            "int4-zp",
+            "int4-g128-zp",
+            "int8",
+            "int8-channel",
+            "fp8",
+            "fp8-block",
+            "mxfp4",
+        )
+    ),
+    WeightFormat("int4", "gptq", (1, 128), zero_points=True),
+    WeightFormat("int4", "gptq", (1, 128), zero_points=True, act_order=True),
+    WeightFormat("int8", "gptq", (1, 128), zero_points=True),
+    WeightFormat("int4", "awq", (1, 128), zero_points=True),
+)
+QUICK = 5  # of them
+
+
+def random_stored(
+    form: WeightFormat, shape: tuple[int, int], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Random codes and zeros, scales of about a weight's size, on `device`."""
+    groups = form.groups(shape)[1]
+    stored = {}
+    for name, (dtype, size) in form.stored(shape, DTYPE).items():
+        if name == "weight_shape":
+            stored[name] = torch.tensor(shape)
+        elif name in ("g_idx", "weight_g_idx"):
+            order = torch.randperm(size[0], device=device) * groups // size[0]
+            stored[name] = order.to(torch.int32)
+        elif dtype == DTYPE:
+            stored[name] = torch.rand(size, device=device).to(DTYPE) * 0.01 + 0.001
+        elif name == form.scale_name:  # powers of two
+            stored[name] = torch.randint(110, 120, size, dtype=dtype, device=device)
+        else:  # e4m3 has no NaN below 127
+            length = torch.Size(size).numel() * dtype.itemsize
+            codes = torch.randint(127 if dtype.itemsize == 1 else 256, (length,), device=device)
+            stored[name] = codes.to(torch.uint8).view(dtype).view(size)
+    return stored
+
+
+def nbytes(stored: dict[str, torch.Tensor]) -> int:
+    """Of what stands for a weight."""
+    return sum(t.nbytes for name, t in stored.items() if name != "weight_shape")
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """A format a case."""
+    n, k = SHAPE if device.type == "cuda" else TINY
+    for form in FORMS[:QUICK] if quick else FORMS:
+        first = random_stored(form, (n, k), device)
+        size = nbytes(first)
+        written = n * k * DTYPE.itemsize
+        # A second output, as a runtime has that fills one while the other is multiplied with.
+        outs = [torch.empty(n, k, dtype=DTYPE, device=device) for _ in range(2)]
+        count = copies(size, device)
+        every = [first, *(random_stored(form, (n, k), device) for _ in range(count - 1))]
+        order = " act order" if form.act_order else ""
+        yield Case(
+            op=OP,
+            shape=f"N{n} K{k} {form.name}{order}",
+            bytes=size + written,
+            flop=0.0,
+            ours=launches(_calls(form, every, outs, 0)),
+            peers={"loads of 16 bytes": launches(_calls(form, every, outs, 2))},
+            copies=count,
+        )
+
+
+def _calls(
+    form: WeightFormat,
+    every: list[dict[str, torch.Tensor]],
+    outs: list[torch.Tensor],
+    variant: int,
+) -> list[Dequantize]:
+    return [
+        Dequantize(form, stored, outs[i % 2], variant=variant) for i, stored in enumerate(every)
+    ]

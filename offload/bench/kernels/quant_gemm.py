@@ -1,0 +1,216 @@
+"""Products of a few rows with quantised weights, beside cuBLAS in bfloat16 and torch's int4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from offload.bench.kernels.case import Case, Rates, copies, launches, seconds
+from offload.bench.kernels.dequantize import nbytes, random_stored
+from offload.kernels.call import Call, current_stream
+from offload.kernels.dequantize import dequantise
+from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.weight_format import WeightFormat
+from offload.kernels.workspace import Workspace
+
+OP = "quant_gemm"
+DTYPE = torch.bfloat16
+ROWS = (1, 4, 8, 16, 64)
+# depth, outputs: OPT-13B, Llama-2-70B (in int4: 52, 52, 117 and 235 MB).
+SHAPES = ((5120, 20480), (20480, 5120), (28672, 8192), (8192, 57344))
+QUICK = SHAPES[:1]
+Shapes = tuple[tuple[int, int], ...]
+LAYER: Shapes = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))  # Llama-7B
+TINY = (256, 384)  # for a CPU
+FORMS = ("int4", "int4-g128", "int4-zp", "int8")
+SWEPT = ("int4", "int4-g32-zp", "int4-g128", "int8")
+
+
+class Weights:
+    """Copies of matrices that are read back to back, more than L2 holds, and their inputs."""
+
+    def __init__(self, form: WeightFormat, shapes: Shapes, device: torch.device) -> None:
+        self.form, self.shapes, self.device = form, shapes, device
+        first = self._stored()
+        self.nbytes = sum(map(nbytes, first))
+        self.count = copies(self.nbytes, device)
+        self.every = [first, *(self._stored() for _ in range(self.count - 1))]
+        self.workspace = Workspace(device)
+
+    def _stored(self) -> list[dict[str, torch.Tensor]]:
+        return [random_stored(self.form, (n, k), self.device) for k, n in self.shapes]
+
+    def inputs(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Input and output of each matrix."""
+        like: dict[str, Any] = {"dtype": DTYPE, "device": self.device}
+        return [
+            (torch.randn(rows, k, **like), torch.empty(rows, n, **like)) for k, n in self.shapes
+        ]
+
+    def ours(self, rows: int, variant: int = 0, early: bool = True) -> Callable[[int], None]:
+        """Launches the matrices of copy i."""
+        xs = self.inputs(rows)
+        early = early and self.device.type == "cuda"
+
+        def calls(stored: list[dict[str, torch.Tensor]]) -> list[QuantGemm]:
+            return [
+                QuantGemm(
+                    x,
+                    self.form,
+                    one,
+                    out,
+                    variant=variant,
+                    workspace=self.workspace,
+                    early=early,
+                )
+                for (x, out), one in zip(xs, stored, strict=True)
+            ]
+
+        return launches([_InTurn(calls(stored)) for stored in self.every])
+
+    def cublas(self, rows: int) -> Callable[[int], None]:
+        """torch's product with the weights made whole."""
+        xs = self.inputs(rows)
+        whole = sum(n * k for k, n in self.shapes) * DTYPE.itemsize
+        kept = [
+            [
+                dequantise(self.form, one, (n, k), DTYPE)
+                for one, (k, n) in zip(stored, self.shapes, strict=True)
+            ]
+            for stored in self.every[: copies(whole, self.device)]
+        ]
+
+        def run(i: int) -> None:
+            for (x, out), weight in zip(xs, kept[i % len(kept)], strict=True):
+                torch.mm(x, weight.t(), out=out)
+
+        return run
+
+    def torch_int4(self, rows: int) -> Callable[[int], None]:
+        """torch's own int4 product, on weights in its own order."""
+        xs = self.inputs(rows)
+
+        def pack(one: dict[str, torch.Tensor], n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+            codes = one["weight_packed"].view(torch.uint8).view(n, k // 2)
+            scales = one["weight_scale"].t()
+            both = torch.stack((scales, torch.zeros_like(scales)), -1).contiguous()
+            return torch.ops.aten._convert_weight_to_int4pack(codes, 8), both
+
+        kept = [
+            [pack(one, n, k) for one, (k, n) in zip(stored, self.shapes, strict=True)]
+            for stored in self.every
+        ]
+        group = self.form.block[1]
+
+        def run(i: int) -> None:
+            for (x, _), (packed, both) in zip(xs, kept[i], strict=True):
+                torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
+
+        return run
+
+
+class _InTurn:
+    """Launches that follow each other."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+
+    def launch(self, stream: int = 0) -> None:
+        for call in self._calls:
+            call.launch(stream)
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Large matrices, and a layer's back to back, in every format and number of rows."""
+    on_gpu = device.type == "cuda"
+    large = (QUICK if quick else SHAPES) if on_gpu else (TINY,)
+    shapes: list[tuple[str, Shapes]] = [(f"K{k} N{n}", ((k, n),)) for k, n in large]
+    if on_gpu:
+        shapes.append(("Llama-7B layer", LAYER))
+    for name, matrices in shapes:
+        for text in FORMS[:1] if quick else FORMS:
+            form = WeightFormat.parse(text)
+            weights = Weights(form, matrices, device)
+            for rows in (1, 16) if quick else ROWS:
+                peers = {"cuBLAS bf16": weights.cublas(rows)}
+                if on_gpu and form.kind == "int4" and not form.zero_points:
+                    peers["torch int4"] = weights.torch_int4(rows)
+                yield Case(
+                    op=OP,
+                    shape=f"{name} rows {rows} {text}",
+                    bytes=weights.nbytes,
+                    flop=2.0 * rows * sum(k * n for k, n in matrices),
+                    ours=weights.ours(rows),
+                    peers=peers,
+                    copies=weights.count,
+                    hbm="read",
+                )
+
+
+def sweep(
+    device: torch.device, rates: Rates, wanted: Callable[[str], bool], say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Measure every variant on a large matrix and on a layer; prints a line for each number of
+    rows, returns all of it as data. A result that is wrong is said and not measured.
+    """
+    if device.type != "cuda":
+        raise ValueError("the sweep needs a CUDA device")
+    found: list[dict[str, Any]] = []
+    for name, matrices in (("K5120 N20480", SHAPES[:1]), ("Llama-7B layer", LAYER)):
+        for text in SWEPT:
+            if not wanted(f"{name} {text}"):
+                continue
+            weights = Weights(WeightFormat.parse(text), matrices, device)
+            bound = weights.nbytes / rates.read
+            say(f"{name} {text}  {weights.nbytes / 1e6:.0f} MB, bound {bound * 1e6:.1f} us")
+            for rows in ROWS:
+                [peer] = seconds([weights.cublas(rows)], device, weights.count, 3, 2, 0)
+                cells = []
+                for variant, early in _ways(weights, rows):
+                    row: dict[str, Any] = {
+                        "shape": name,
+                        "form": text,
+                        "rows": rows,
+                        "variant": variant,
+                    }
+                    row |= {"early": early, "bound": bound, "cublas": peer, "error": ""}
+                    try:
+                        row["error"] = _problem(weights, rows, variant)
+                        run = weights.ours(rows, variant, early)
+                        [row["seconds"]] = seconds([run], device, weights.count, 3, 2, 0)
+                    except RuntimeError as error:
+                        row["error"] = " ".join(str(error).split())
+                    found.append(row)
+                    label = f"v{variant}{'' if early else ' late'}"
+                    cells.append(
+                        f"{label} {row['error']}"
+                        if row["error"]
+                        else f"{label} {bound / row['seconds']:.3f}"
+                    )
+                say(f"  rows {rows:2}: cuBLAS bf16 {peer * 1e6:.1f} us | {', '.join(cells)}")
+    return found
+
+
+def _ways(weights: Weights, rows: int) -> list[tuple[int, bool]]:
+    x, out = weights.inputs(rows)[0]
+    count = QuantGemm(x, weights.form, weights.every[0][0], out).variants
+    return [(variant, True) for variant in range(1, count + 1)] + [(1, False)]
+
+
+def _problem(weights: Weights, rows: int, variant: int) -> str:
+    """What is wrong with the first matrix's product; "" where nothing is."""
+    x, out = weights.inputs(rows)[0]
+    k, n = weights.shapes[0]
+    weight = dequantise(weights.form, weights.every[0][0], (n, k), DTYPE)
+    exact = functional.linear(x.double(), weight.double())
+    allowed = 2 * (functional.linear(x, weight).double() - exact).abs().max().item()
+    out.fill_(torch.nan)
+    call = QuantGemm(
+        x, weights.form, weights.every[0][0], out, variant=variant, workspace=weights.workspace
+    )
+    call.launch(current_stream(weights.device))
+    error = (out.double() - exact).abs().max().item()
+    return "" if error <= allowed else f"wrong by {error:.3g}, allowed {allowed:.3g}"
