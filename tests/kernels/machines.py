@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import itertools
 import math
 import os
 import shutil
@@ -22,11 +21,12 @@ from offload.kernels import structs
 from offload.kernels.call import Call, current_stream
 from offload.kernels.library import LAUNCHERS
 
+# What tests of other kernels replace in their source.
 SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
 ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "offload" / "kernels" / "csrc"
-# The kernels that need nothing but loads, barriers, shuffles and copies to shared memory.
+# The kernels that need nothing but loads, barriers and shuffles.
 HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append")
 
 needs_gpu = [
@@ -38,7 +38,6 @@ MACHINES = [
     pytest.param("host"),
     pytest.param("cuda", marks=needs_gpu),
 ]
-_WHEN = itertools.cycle(("soon", "late"))
 
 
 def device_of(machine: str) -> str:
@@ -51,8 +50,6 @@ def launch(call: Call, machine: str) -> None:
         call.launch()
     elif machine == "host":
         library = host_library()
-        # Copies are done when they are asked for, or as late as may be.
-        os.environ["HOST_COPIES"] = next(_WHEN)
         assert getattr(library, call.function)(ctypes.byref(call.arguments), None) == 0, (
             library.offload_last_error()
         )
@@ -79,18 +76,14 @@ def _compiled() -> tuple[ctypes.CDLL | Literal["failed"] | None, str]:
         return None, ""
     with tempfile.TemporaryDirectory(prefix="offload-host-kernels-") as name:
         folder = Path(name)
-        for source in (*CSRC.glob("*.cu*"), CSRC / "offload_kernels.h"):
-            text = source.read_text().replace(SHARED, ON_HOST)
-            (folder / source.name).write_text(text)
-        (folder / "async_copy.cuh").write_text('#include "host_async_copy.hpp"\n')
         processes = []
         for part in ("library", *HOSTED):
             command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing"]
             command += ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
             command += ["-fno-sanitize-recover=all", "-static-libubsan", "-w"]
-            command += ["-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
+            command += ["-isystem", str(headers), "-I", str(HERE)]
             command += ["-include", str(HERE / "host_rows.hpp")]
-            command += ["-c", str(folder / f"{part}.cu"), "-o", str(folder / f"{part}.o")]
+            command += ["-c", str(CSRC / f"{part}.cu"), "-o", str(folder / f"{part}.o")]
             processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         errors = [process.communicate()[1] for process in processes]
         if any(process.returncode for process in processes):

@@ -106,7 +106,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
         "shared_column": draw(flag),
         "heads_first": draw(flag),
         "one_buffer": draw(flag),
-        "variant": draw(st.sampled_from([0, 1, 101, 12, 13, 14, 22, 23, 112, 222])),
+        "variant": draw(st.sampled_from([0, 0, 1, 2, 3, 8, 108, 114])),
         "padding": draw(st.sampled_from([0, 0, 16, 1])),
         "seed": draw(st.integers(0, 99)),
     }

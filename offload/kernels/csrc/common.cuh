@@ -99,6 +99,7 @@ struct Device {
     int multiprocessors;
     int major;             // compute capability
     int shared_per_block;  // bytes a block may ask for
+    int l2_bytes;
 };
 
 // The current device's facts, asked for once a device; index < 0 where CUDA refuses

@@ -56,8 +56,9 @@ typedef struct {
     int32_t dtype;
     int32_t launch_early;  // programmatic dependent launch: only behind a kernel of this library on
                            // the same stream
-    int32_t packs_per_thread;  // 1, 2 or 4, of 16 bytes, and 10 for each of the 2 to 4 rows that a
-                               // block has in its ring, if it has one; 0: chosen by the library
+    int32_t packs_per_thread;  // 0: chosen by the library; 1 to 4, of 16 bytes, 10 to write what
+                               // leaves L2 first, and 100 for each MiB that rows are asked for
+                               // ahead
 } OffloadResidualNorm;
 
 // Splits rows of QKV products, adds their bias, normalises heads (q_norm, k_norm: over head_dim),
@@ -94,8 +95,8 @@ typedef struct {
     int32_t interleaved;  // 1: pairs (2i, 2i + 1), as GPT-J; 0: halves (i, i + rotary_dim / 2)
     int32_t dtype;
     int32_t launch_early;
-    int32_t variant;  // 0: chosen by the library; 1: no ring of rows; else the rows of a block's
-                      // ring, 2 to 4, and 10 for each 256 threads of it, 1 or 2
+    int32_t variant;  // 0: chosen by the library; the most heads of a thread, 1 to 8, 10 to write
+                      // what leaves L2 first, and 100 for each MiB that rows are asked for ahead
 } OffloadRotaryAppend;
 
 // output = act(input + bias), or with a gate act(gate + bias) * (up + bias), where a row of input
@@ -173,7 +174,7 @@ typedef struct {
     int32_t gated;
     int32_t variant;  // 0: chosen by the library; else 1 + index of a configuration
                       // (offload_skinny_gemm_variants)
-    int32_t splits;   // of the depth; 0: chosen by the library
+    int32_t splits;   // of the depth, for 16 bits at most 2; 0: chosen by the library
     int32_t dtype;
     int32_t launch_early;
     int32_t reserved;

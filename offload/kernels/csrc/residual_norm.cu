@@ -4,25 +4,19 @@
 // of an odd width, or not aligned take several passes over memory instead, by the same arithmetic.
 #include "residual_norm.cuh"
 #include "residual_norm_plain.cuh"
-#include "residual_norm_ring.cuh"
 
 namespace offload {
 namespace {
 
 template <typename T, int N, int kPacks>
 __global__ void __launch_bounds__(kMostThreads)
-    rows_in_registers(OffloadResidualNorm a, int warps_per_row, int ahead, bool once) {
+    rows_in_registers(OffloadResidualNorm a, RowsPlan plan) {
     let_next_kernel_begin();
     __shared__ float shared[kMostReductions * kMostWarps];
-    RowSum row_sum = {shared, warps_per_row};
-    const bool one_warp = warps_per_row == 1;
-    const int threads = 32 * warps_per_row;
-    const int thread = one_warp ? threadIdx.x % 32 : threadIdx.x;
-    const int64_t row =
-        one_warp ? static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32
-                 : blockIdx.x;
+    RowSum row_sum = {shared, plan.warps};
+    const int64_t row = plan.row();
     RowPart<T, N, kPacks> part;
-    part.place(thread, threads, a.width);
+    part.place(plan.thread(), 32 * plan.warps, a.width);
     part.clear();
     const int (&columns)[kPacks] = part.columns;
 
@@ -51,12 +45,7 @@ __global__ void __launch_bounds__(kMostThreads)
                     load_once<T, N>(static_cast<const T*>(sources[which]) + base + columns[p]);
         }
     }
-    if (ahead && thread == 0 && row + ahead < a.rows) {
-        for (const void* source : sources)
-            if (source)
-                prefetch_bulk(static_cast<const T*>(source) + (row + ahead) * a.width,
-                              a.width * static_cast<int>(sizeof(T)));
-    }
+    plan.ask<T>(sources, 3, a.rows, a.width);
 
     const auto add = [&](const Pack<T, N>(&packs)[kPacks]) {
 #pragma unroll
@@ -77,7 +66,7 @@ __global__ void __launch_bounds__(kMostThreads)
         add(raw[2]);
         if (a.bias[1]) part.add_from(a.bias[1]);
     }
-    if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base, once);
+    if (a.sum) part.write_sum(static_cast<T*>(a.sum) + base, plan.once);
 
     Moments m = {0.f, 0.f};
     if (a.output) {
@@ -86,7 +75,7 @@ __global__ void __launch_bounds__(kMostThreads)
             if constexpr (!kReadAhead) parameters.read(a.norm, columns[p]);
             return parameters;
         };
-        part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack, once);
+        part.write(static_cast<T*>(a.output) + base, a.norm, m, of_pack, plan.once);
     }
     if (a.output2) {
         if (a.norm2.kind && !(a.output && a.norm2.kind == a.norm.kind))
@@ -95,7 +84,7 @@ __global__ void __launch_bounds__(kMostThreads)
             parameters.read(a.norm2, columns[p]);
             return parameters;
         };
-        part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_pack, once);
+        part.write(static_cast<T*>(a.output2) + base, a.norm2, m, of_pack, plan.once);
     }
 }
 
@@ -195,38 +184,51 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
     }
 }
 
-// One block a row, or a warp where rows are narrow. With many rows, a block asks for the row of the
-// block that will come `waves` after it here.
-template <typename Rows>
-int launch_blocks(void (*kernel)(Rows, int, int, bool), const Rows& a, int warps, bool few,
-                  int waves, bool once, bool early, const Device& device, void* stream) {
-    const int rows_per_block = warps == 1 && !few ? kNarrowRows : 1;
-    const int threads = 32 * warps * rows_per_block;
-    const int64_t blocks = (a.rows + rows_per_block - 1) / rows_per_block;
-    int resident = 0;
-    if (waves) {
-        if (int status = cuda_status("residual_norm", cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                                                          &resident, kernel, threads, 0)))
-            return status;
+// How many rows are done, where the library is not told how.
+struct RowsWay {
+    int packs;  // of a thread
+    int64_t bytes_ahead;
+    bool once;
+};
+
+// kPacks for `packs` ones.
+template <typename F>
+int by_packs(int packs, F f) {
+    switch (packs) {
+        case 1:
+            return f(std::integral_constant<int, 1>{});
+        case 2:
+            return f(std::integral_constant<int, 2>{});
+        case 3:
+            return f(std::integral_constant<int, 3>{});
+        default:
+            return f(std::integral_constant<int, 4>{});
     }
-    const int ahead = waves * resident * device.multiprocessors * rows_per_block;
-    return launch("residual_norm", kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), 0,
-                  stream, early, a, warps, ahead, once);
 }
 
-template <typename T, int N, int kPacks>
-int launch_registers(const OffloadResidualNorm& a, int warps, bool few, int waves, bool once,
-                     const Device& device, void* stream) {
-    if constexpr (kPacks > 1) {
-        PlainRows plain = {};
-        const int inputs = few ? 0 : plain_inputs(a, &plain);
-        if (inputs)
-            return launch_blocks(
-                inputs == 1 ? plain_rows<T, N, kPacks, 1> : plain_rows<T, N, kPacks, 2>, plain,
-                warps, few, waves, once, a.launch_early, device, stream);
-    }
-    return launch_blocks(rows_in_registers<T, N, kPacks>, a, warps, few, waves, once,
-                         a.launch_early, device, stream);
+template <typename T, int N>
+int launch_registers(const OffloadResidualNorm& a, int warps, bool few, int64_t row_bytes,
+                     const RowsWay& way, void* stream) {
+    const int rows_per_block = warps == 1 && !few ? kNarrowRows : 1;
+    const int64_t block_bytes = row_bytes * rows_per_block;
+    const RowsPlan plan = {
+        warps, static_cast<int>((way.bytes_ahead + block_bytes - 1) / block_bytes), way.once};
+    const dim3 blocks(static_cast<unsigned>((a.rows + rows_per_block - 1) / rows_per_block));
+    const dim3 threads(32 * warps * rows_per_block);
+    return by_packs(way.packs, [&](auto count) {
+        constexpr int kPacks = decltype(count)::value;
+        if constexpr (kPacks > 1) {
+            PlainRows plain = {};
+            const int inputs = few ? 0 : plain_inputs(a, &plain);
+            if (inputs)
+                return launch(
+                    "residual_norm",
+                    inputs == 1 ? plain_rows<T, N, kPacks, 1> : plain_rows<T, N, kPacks, 2>, blocks,
+                    threads, 0, stream, a.launch_early, plain, plan);
+        }
+        return launch("residual_norm", rows_in_registers<T, N, kPacks>, blocks, threads, 0, stream,
+                      a.launch_early, a, plan);
+    });
 }
 
 template <typename T, int N>
@@ -235,6 +237,23 @@ int launch_passes(const OffloadResidualNorm& a, void* stream) {
     const int threads = packs < kMostThreads ? (packs + 31) / 32 * 32 : kMostThreads;
     return launch("residual_norm", rows_in_passes<T, N>, dim3(static_cast<unsigned>(a.rows)),
                   dim3(threads), 0, stream, a.launch_early, a);
+}
+
+// Few rows: as many threads a row as there are, each done sooner. Else as few bytes a thread as can
+// be, two packs: the sums wait for fewer, and what is under way suffices with rows asked for ahead;
+// but a row that fits a warp gets one. Where a second wave would not fill the device, four packs
+// put all rows into the first.
+inline RowsWay way_of(int packs, int inputs, int64_t rows, int64_t row_bytes, bool few,
+                      const Device& device) {
+    if (few) return {1, 0, false};
+    const int64_t bytes = rows * row_bytes, ahead = bytes_ahead(bytes, device);
+    if (packs <= 32 * 4) return {packs <= 32 ? 2 : (packs + 31) / 32, ahead, ahead > 0};
+    const int64_t room = (inputs == 1 ? 1536 : 1024) * static_cast<int64_t>(device.multiprocessors);
+    const auto threads = [&](int each) {
+        return rows * ((packs + 32 * each - 1) / (32 * each)) * 32;
+    };
+    const bool in_one_wave = threads(2) > room && threads(4) <= room;
+    return {in_one_wave ? 4 : 2, ahead, ahead > 0};
 }
 
 template <typename T>
@@ -249,30 +268,20 @@ int launch_rows(const OffloadResidualNorm& a, const Device& device, void* stream
         wide = wide && aligned<T, N>(p);
     if (!wide) return launch_passes<T, 1>(a, stream);
     const int packs = a.width / N;
-    // Few rows: as many threads a row as there are, each done sooner. Many: more bytes under way a
-    // thread, and fewer threads that wait for each other.
+    int inputs = 0;
+    for (const void* input : {a.branch[0], a.residual, a.branch[1]}) inputs += input != nullptr;
+    const int64_t row_bytes = inputs * static_cast<int64_t>(a.width) * sizeof(T);
     const bool few = a.rows < 2 * device.multiprocessors;
-    const int stages = a.packs_per_thread / 10 % 10;
-    const int extra = a.packs_per_thread ? a.packs_per_thread / 100 : !few;
-    int per_thread = a.packs_per_thread % 10;
-    if (!per_thread) per_thread = few ? 1 : a.branch[1] || a.branch_norm.kind || a.output2 ? 2 : 4;
-    while (per_thread < 4 && packs > per_thread * kMostThreads) per_thread *= 2;
-    const int warps = (packs + 32 * per_thread - 1) / (32 * per_thread);
+    RowsWay way = way_of(packs, inputs, a.rows, row_bytes, few, device);
+    if (a.packs_per_thread) {
+        way.packs = a.packs_per_thread % 10;
+        way.once = a.packs_per_thread / 10 % 10;
+        way.bytes_ahead = static_cast<int64_t>(a.packs_per_thread / 100) << 20;
+    }
+    while (way.packs < 4 && packs > way.packs * kMostThreads) way.packs += 1;
+    const int warps = (packs + 32 * way.packs - 1) / (32 * way.packs);
     if (warps > kMostWarps) return launch_passes<T, N>(a, stream);
-    const auto launch_packs = [&](auto count) {
-        constexpr int kPacks = decltype(count)::value;
-        if (stages) {
-            bool fits;
-            const int run = extra ? 2 << extra : 0;
-            const int status =
-                launch_ring<T, N, kPacks>(a, warps, stages, run, device, stream, &fits);
-            if (fits) return status;
-        }
-        return launch_registers<T, N, kPacks>(a, warps, few, extra % 4, extra >= 4, device, stream);
-    };
-    if (per_thread == 1) return launch_packs(std::integral_constant<int, 1>{});
-    if (per_thread == 2) return launch_packs(std::integral_constant<int, 2>{});
-    return launch_packs(std::integral_constant<int, 4>{});
+    return launch_registers<T, N>(a, warps, few, row_bytes, way, stream);
 }
 
 }  // namespace
@@ -289,11 +298,11 @@ OFFLOAD_API int offload_residual_norm(const OffloadResidualNorm* arguments, void
         return refuse("residual_norm: no norm has the number %d, %d or %d", a.branch_norm.kind,
                       a.norm.kind, a.norm2.kind);
     const int packs = a.packs_per_thread;
-    if (packs != 0 && ((packs % 10 != 1 && packs % 10 != 2 && packs % 10 != 4) || packs < 0 ||
-                       packs / 10 % 10 == 1 || packs / 10 % 10 > 4 || packs > 799))
+    if (packs < 0 || packs > 6414 ||
+        (packs && (packs % 10 < 1 || packs % 10 > 4 || packs / 10 % 10 > 1)))
         return refuse(
-            "residual_norm: packs_per_thread is 0, or 1, 2 or 4, ten for each of the 2 to 4 rows "
-            "of a ring, and hundreds up to 7, not %d",
+            "residual_norm: packs_per_thread is 0, or 1 to 4, ten to write past L2, and a hundred "
+            "for each of up to 64 MiB asked for ahead, not %d",
             packs);
     if (a.rows == 0) return 0;
     if (!a.residual && !a.branch[0] && !a.branch[1])

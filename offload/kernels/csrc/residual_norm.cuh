@@ -29,6 +29,39 @@ struct RowSum {
     }
 };
 
+// How many rows are done: a block a row, or a warp a row where `warps` is 1.
+struct RowsPlan {
+    int warps;  // of a row
+    int ahead;  // a block asks for the rows of the block so many after it; 0: for none
+    bool once;  // what is written leaves L2 first
+
+    __device__ __forceinline__ int rows_per_block() const {
+        return warps == 1 ? blockDim.x / 32 : 1;
+    }
+    __device__ __forceinline__ int64_t row() const {
+        return warps == 1 ? static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32
+                          : blockIdx.x;
+    }
+    __device__ __forceinline__ int thread() const {
+        return warps == 1 ? threadIdx.x % 32 : threadIdx.x;
+    }
+
+    // Asks for what the block `ahead` of this one reads of `count` inputs.
+    template <typename T>
+    __device__ __forceinline__ void ask(const void* const* inputs, int count, int64_t rows,
+                                        int width) const {
+        if (!ahead || threadIdx.x != 0) return;
+        const int64_t first = (static_cast<int64_t>(blockIdx.x) + ahead) * rows_per_block();
+        if (first >= rows) return;
+        const int64_t left = rows - first;
+        const int wanted = rows_per_block();
+        const int bytes =
+            (left < wanted ? static_cast<int>(left) : wanted) * width * static_cast<int>(sizeof(T));
+        for (int i = 0; i < count; ++i)
+            if (inputs[i]) prefetch_bulk(static_cast<const T*>(inputs[i]) + first * width, bytes);
+    }
+};
+
 struct Moments {
     float mean;      // 0 for RMS
     float variance;  // around that mean
@@ -159,14 +192,8 @@ struct RowPart {
     __device__ __forceinline__ void write_sum(void* row, bool once) const {
 #pragma unroll
         for (int p = 0; p < kPacks; ++p)
-            if (inside[p]) put(static_cast<T*>(row) + columns[p], from_floats<T, N>(x[p]), once);
-    }
-
-    __device__ __forceinline__ static void put(T* to, const Pack<T, N>& pack, bool once) {
-        if (once)
-            store_once<T, N>(to, pack);
-        else
-            store<T, N>(to, pack);
+            if (inside[p])
+                store<T, N>(static_cast<T*>(row) + columns[p], from_floats<T, N>(x[p]), once);
     }
 
     // parameters(p): those of pack p.
@@ -179,7 +206,8 @@ struct RowPart {
         for (int p = 0; p < kPacks; ++p) {
             float y[N];
             parameters(p).apply(mean, scale, x[p], y);
-            if (inside[p]) put(static_cast<T*>(row) + columns[p], from_floats<T, N>(y), once);
+            if (inside[p])
+                store<T, N>(static_cast<T*>(row) + columns[p], from_floats<T, N>(y), once);
         }
     }
 };

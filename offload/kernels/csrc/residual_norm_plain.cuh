@@ -33,17 +33,13 @@ inline int plain_inputs(const OffloadResidualNorm& a, PlainRows* plain) {
 
 template <typename T, int N, int kPacks, int kInputs>
 __global__ void __launch_bounds__(kMostThreads, kInputs == 1 ? 3 : 2)
-    plain_rows(PlainRows a, int warps_per_row, int ahead, bool once) {
+    plain_rows(PlainRows a, RowsPlan plan) {
     let_next_kernel_begin();
     __shared__ float shared[2 * kMostWarps];
-    RowSum row_sum = {shared, warps_per_row};
-    const bool one_warp = warps_per_row == 1;
-    const int thread = one_warp ? threadIdx.x % 32 : threadIdx.x;
-    const int64_t row =
-        one_warp ? static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32
-                 : blockIdx.x;
+    RowSum row_sum = {shared, plan.warps};
+    const int64_t row = plan.row();
     RowPart<T, N, kPacks> part;
-    part.place(thread, 32 * warps_per_row, a.width);
+    part.place(plan.thread(), 32 * plan.warps, a.width);
     wait_for_previous_kernel();
     if (row >= a.rows) return;  // a whole warp, of a block that has no barriers
 
@@ -55,12 +51,7 @@ __global__ void __launch_bounds__(kMostThreads, kInputs == 1 ? 3 : 2)
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) raw[which][p] = load_once<T, N>(from + part.columns[p]);
     }
-    if (ahead && thread == 0 && row + ahead < a.rows) {
-#pragma unroll
-        for (int which = 0; which < kInputs; ++which)
-            prefetch_bulk(static_cast<const T*>(a.inputs[which]) + (row + ahead) * a.width,
-                          a.width * static_cast<int>(sizeof(T)));
-    }
+    plan.ask<T>(a.inputs, kInputs, a.rows, a.width);
     if constexpr (kInputs == 2) {
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
@@ -103,8 +94,8 @@ __global__ void __launch_bounds__(kMostThreads, kInputs == 1 ? 3 : 2)
             float x[N];
             values(p, x);
             if (part.inside[p])
-                part.put(static_cast<T*>(a.sum) + base + part.columns[p], from_floats<T, N>(x),
-                         once);
+                store<T, N>(static_cast<T*>(a.sum) + base + part.columns[p], from_floats<T, N>(x),
+                            plan.once);
         }
     }
     if (!a.output) return;
@@ -138,8 +129,8 @@ __global__ void __launch_bounds__(kMostThreads, kInputs == 1 ? 3 : 2)
             for (int i = 0; i < N; ++i) y[i] += b[i];
         }
         if (part.inside[p])
-            part.put(static_cast<T*>(a.output) + base + part.columns[p], from_floats<T, N>(y),
-                     once);
+            store<T, N>(static_cast<T*>(a.output) + base + part.columns[p], from_floats<T, N>(y),
+                        plan.once);
     }
 }
 

@@ -1,20 +1,22 @@
-// Whole packs: a thread has one place in the head, N elements and the N that they are rotated with,
-// and goes through a few heads at that place, so that its angles and its norm's weights are read
-// once; all its loads are under way before the first is used. Neighbouring threads have
-// neighbouring places, then neighbouring heads. All heads of a block are of one kind, and what can
-// be known before the launch is: index arithmetic would cost as much as the rotation.
+// Whole packs: a lane has one place in the head, N elements, and goes through a few heads at that
+// place, so that its angles and its norm's weights are read once; all its loads are under way
+// before the first is used. A warp reads and writes whole heads next to each other, and what an
+// element is rotated with comes from another lane: pairs of packs a lane would need no shuffles,
+// but where rotary_dim is not head_dim their pieces are no multiples of HBM's sectors. A warp's
+// heads are of one kind and one row, and what can be known before the launch is: index arithmetic
+// would cost as much as the rotation.
 #pragma once
 #include "elementwise.cuh"
 
 namespace offload {
 
-constexpr int kPackThreads = 128;  // of a block, at most
-constexpr int kPackHeads = 4;      // of one thread, at most
+constexpr int kPackWarps = 4;  // of a block
+constexpr int kPackHeads = 8;  // of one thread, at most
 
 // The queries, the keys or the values of a row.
 struct HeadsOfKind {
     int count;
-    int blocks;      // of a row
+    int warps;       // that take them
     int per_thread;  // heads
     int offset;      // of the first, in the row
     int stride;      // from one to the next; of queries, from one group to the next
@@ -22,55 +24,55 @@ struct HeadsOfKind {
 
 struct PackPlan {
     HeadsOfKind kinds[3];  // queries, keys, values
-    Divisor lanes;         // threads of a head; with norms a power of two, at most a warp
-    Divisor blocks;        // of a row
+    Divisor lanes;         // of a head; with norms a power of two
+    Divisor warps;         // of a row
     Divisor tokens;        // of a sequence
     Divisor per_group;     // queries of a group; 1 where all lie at one stride
-    int units;             // pairs of packs in a head, one a lane
-    int rotated;           // how many of them are rotated; they come first
-    int groups;            // heads of a block at a time
-    int ahead;             // a block asks for the row so many after its own; 0: for none
+    int all_warps;         // of all rows
+    int packs;             // of a head, one a lane
+    int groups;            // heads of a warp at a time
+    int ahead;             // a row's first warp asks for the row so many after it; 0: for none
     int row_bytes;         // of a row that is asked for
     float share;           // 1 / head_dim
+    bool once;             // what is written leaves L2 first
 };
 
-template <typename T, int N, bool kNormed>
-__global__ void __launch_bounds__(kPackThreads, kNormed ? 4 : 6)
+template <typename T, bool kNormed>
+__global__ void __launch_bounds__(32 * kPackWarps, 5)
     rotary_append_packs(OffloadRotaryAppend x, PackPlan plan) {
+    constexpr int N = 16 / sizeof(T), kQuads = N / 4;
     let_next_kernel_begin();
-    const int row_index = plan.blocks(blockIdx.x);
-    const int part = blockIdx.x - row_index * plan.blocks.by;
+    const int warp = blockIdx.x * kPackWarps + threadIdx.x / 32;
+    if (warp >= plan.all_warps) return;  // there are no barriers
+    const int row_index = plan.warps(warp);
+    const int part = warp - row_index * plan.warps.by;
     const int batch = plan.tokens(row_index), token = row_index - batch * plan.tokens.by;
-    const int before_values = plan.kinds[0].blocks + plan.kinds[1].blocks;
-    const int kind = (part >= plan.kinds[0].blocks) + (part >= before_values);
+    const int before_values = plan.kinds[0].warps + plan.kinds[1].warps;
+    const int kind = (part >= plan.kinds[0].warps) + (part >= before_values);
     const HeadsOfKind& heads = plan.kinds[kind];
-    const int part_of_kind =
-        part - (kind ? plan.kinds[0].blocks : 0) - (kind == 2 ? plan.kinds[1].blocks : 0);
-    const int group = plan.lanes(threadIdx.x), lane = threadIdx.x - group * plan.lanes.by;
+    const int part_of_kind = part - (kind == 0   ? 0
+                                     : kind == 1 ? plan.kinds[0].warps
+                                                 : before_values);
+    const int lane_of_warp = threadIdx.x % 32;
+    const int group = plan.lanes(lane_of_warp), lane = lane_of_warp - group * plan.lanes.by;
     const int first = part_of_kind * heads.per_thread * plan.groups + group;
+    const bool inside = group < plan.groups && lane < plan.packs;
+    const int at = min(lane, plan.packs - 1) * N;
     const T* const bias = static_cast<const T*>(x.bias);
-
-    // The packs at a and b; b is beyond the head's end where packs are odd in number.
-    const int unit = min(lane, plan.units - 1);
-    const bool turns = unit < plan.rotated && kind < 2;
-    const bool apart = unit < plan.rotated && !x.interleaved;
-    const int a = apart ? unit * N : 2 * unit * N;
-    const int b = apart ? unit * N + x.rotary_dim / 2 : 2 * unit * N + N;
-    const bool inside = group < plan.groups && lane < plan.units, has_b = b < x.head_dim;
-    const int b_or_a = has_b ? b : a;
 
     // Beyond the last head (or with lanes beyond the last group) the last one is read again, so
     // that no load has a branch of its own; it is not written.
     int sources[kPackHeads];
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i) {
+        if (i >= heads.per_thread) continue;  // for the whole warp, here and below
         const int head = min(first + i * plan.groups, heads.count - 1);
         if (kind || plan.per_group.by == 1) {
-            sources[i] = heads.offset + head * heads.stride;
+            sources[i] = heads.offset + head * heads.stride + at;
         } else {
             const int kv = plan.per_group(head);
-            sources[i] =
-                heads.offset + kv * heads.stride + (head - kv * plan.per_group.by) * x.head_dim;
+            sources[i] = heads.offset + kv * heads.stride +
+                         (head - kv * plan.per_group.by) * x.head_dim + at;
         }
         if (bias && gridDim.x <= 256) prefetch(bias + sources[i]);  // else L1 and L2 have it
     }
@@ -78,25 +80,44 @@ __global__ void __launch_bounds__(kPackThreads, kNormed ? 4 : 6)
 
     const T* const row =
         static_cast<const T*>(x.qkv) + static_cast<int64_t>(row_index) * x.row_stride;
-    Pack<T, N> as[kPackHeads], bs[kPackHeads];
+    Pack<T, N> raw[kPackHeads];
 #pragma unroll
-    for (int i = 0; i < kPackHeads; ++i) {
-        if (i < heads.per_thread) {  // for the whole block
-            as[i] = load_once<T, N>(row + a + sources[i]);
-            bs[i] = load_once<T, N>(row + b_or_a + sources[i]);
-        }
-    }
-    if (plan.ahead && part == 0 && threadIdx.x == 0 && row_index + plan.ahead < x.batch * x.tokens)
+    for (int i = 0; i < kPackHeads; ++i)
+        if (i < heads.per_thread) raw[i] = load_once<T, N>(row + sources[i]);
+    if (plan.ahead && part == 0 && lane_of_warp == 0 && row_index + plan.ahead < x.batch * x.tokens)
         prefetch_bulk(row + static_cast<int64_t>(plan.ahead) * x.row_stride, plan.row_bytes);
 
+    // Four neighbours are rotated as one: by which angles, and with whose. `crossed`: a lane's
+    // first four with another's second.
+    const int half = x.rotary_dim / 2;
+    const bool rotates = kind < 2 && half;
+    const bool crossed = kQuads == 2 && half / 4 % 2;
     float c[N], s[N];
-    if (turns) {
-        const int64_t angles = batch * x.rotary_batch_stride +
-                               static_cast<int64_t>(token) * (x.rotary_dim / 2) + unit * N;
+    int partner[kQuads];  // a lane
+    bool turns[kQuads];
+    if (rotates) {
+        const int64_t angles = batch * x.rotary_batch_stride + static_cast<int64_t>(token) * half;
+        if (x.interleaved) {
+            turns[0] = at < x.rotary_dim;
+            if (turns[0]) {
+                to_floats(load<float, N / 2>(x.cos + angles + at / 2), c);
+                to_floats(load<float, N / 2>(x.sin + angles + at / 2), s);
+            }
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            to_floats(load<float, 4>(x.cos + angles + i), c + i);
-            to_floats(load<float, 4>(x.sin + angles + i), s + i);
+            for (int q = 0; q < kQuads; ++q) {
+                const int i = at + 4 * q;
+                const bool is_second = i >= half;
+                turns[q] = i < x.rotary_dim;
+                const int other = !turns[q] ? i : is_second ? i - half : i + half;
+                partner[q] = group * plan.lanes.by + other / N;
+                if (!turns[q]) continue;
+                const int angle = is_second ? other : i;
+                to_floats(load<float, 4>(x.cos + angles + angle), c + 4 * q);
+                to_floats(load<float, 4>(x.sin + angles + angle), s + 4 * q);
+#pragma unroll
+                for (int j = 4 * q; j < 4 * q + 4; ++j) s[j] = is_second ? s[j] : -s[j];
+            }
         }
     }
     T* target;
@@ -114,85 +135,79 @@ __global__ void __launch_bounds__(kPackThreads, kNormed ? 4 : 6)
         stride = x.cache_head_stride;
         is_written = inside && column >= 0 && column < x.cache_capacity;
     }
+    target += at;
 
     const OffloadNorm& norm = kind ? x.k_norm : x.q_norm;
     const bool is_normed = kNormed && kind < 2 && norm.kind;
-    float weights[kNormed ? 2 * N : 1];
-    if (kNormed && is_normed) {
-#pragma unroll
-        for (int j = 0; j < 2 * N; ++j) weights[j] = 1.f;
-        if (norm.weight) {
-            to_floats(load<T, N>(static_cast<const T*>(norm.weight) + a), weights);
-            to_floats(load<T, N>(static_cast<const T*>(norm.weight) + b_or_a), weights + N);
-#pragma unroll
-            for (int j = 0; j < 2 * N; ++j) weights[j] += norm.weight_offset;
-        }
-    }
+    Pack<T, N> weights;
+    if (is_normed && norm.weight) weights = load<T, N>(static_cast<const T*>(norm.weight) + at);
 
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i) {
         if (i >= heads.per_thread) continue;
-        float v[2 * N];
-        to_floats(as[i], v);
-        to_floats(bs[i], v + N);
-        if (bias) {
-            add_to<T, N>(v, bias + sources[i] + a);
-            add_to<T, N>(v + N, bias + sources[i] + b_or_a);
-        }
-        if (kNormed && is_normed) {
+        float v[N];
+        to_floats(raw[i], v);
+        if (bias) add_to<T, N>(v, bias + sources[i]);
+        if (is_normed) {
             const auto mean_of = [&](auto of_value) {
-                float first_half = 0.f, second_half = 0.f;
+                float sum = 0.f;
 #pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    first_half = of_value(v[j], first_half);
-                    second_half = of_value(v[N + j], second_half);
-                }
-                const float both = first_half + (has_b ? second_half : 0.f);
-                return sum_of_head(lane < plan.units ? both : 0.f, plan.lanes.by) * plan.share;
+                for (int j = 0; j < N; ++j) sum = of_value(v[j], sum);
+                return sum_of_head(lane < plan.packs ? sum : 0.f, plan.lanes.by) * plan.share;
             };
             if (norm.kind == OFFLOAD_NORM_LAYER) {
                 const float mean = mean_of([](float y, float sum) { return sum + y; });
 #pragma unroll
-                for (int j = 0; j < 2 * N; ++j) v[j] -= mean;
+                for (int j = 0; j < N; ++j) v[j] -= mean;
             }
             const float scale =
                 __frsqrt_rn(mean_of([](float y, float sum) { return fmaf(y, y, sum); }) + norm.eps);
 #pragma unroll
-            for (int j = 0; j < 2 * N; ++j) v[j] *= scale * weights[j];
-            if (norm.bias) {
-                add_to<T, N>(v, static_cast<const T*>(norm.bias) + a);
-                add_to<T, N>(v + N, static_cast<const T*>(norm.bias) + b_or_a);
+            for (int j = 0; j < N; ++j) v[j] *= scale;
+            if (norm.weight) {
+                float w[N];
+                to_floats(weights, w);
+#pragma unroll
+                for (int j = 0; j < N; ++j) v[j] *= w[j] + norm.weight_offset;
             }
+            if (norm.bias) add_to<T, N>(v, static_cast<const T*>(norm.bias) + at);
         }
-        if (turns) {
-            const auto turn = [&](float& p, float& q, int j) {
-                const float before = p;
-                p = p * c[j] - q * s[j];
-                q = q * c[j] + before * s[j];
-            };
+        if (rotates && x.interleaved) {
+            if (turns[0]) {
+#pragma unroll
+                for (int j = 0; j < N / 2; ++j) {
+                    const float a = v[2 * j], b = v[2 * j + 1];
+                    v[2 * j] = a * c[j] - b * s[j];
+                    v[2 * j + 1] = b * c[j] + a * s[j];
+                }
+            }
+        } else if (rotates) {
+            float with[N];
+#pragma unroll
+            for (int q = 0; q < kQuads; ++q)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float given = crossed ? v[4 * (kQuads - 1 - q) + j] : v[4 * q + j];
+                    with[4 * q + j] = __shfl_sync(0xffffffffu, given, partner[q]);
+                }
 #pragma unroll
             for (int j = 0; j < N; ++j)
-                if (x.interleaved)
-                    turn(v[2 * j], v[2 * j + 1], j);
-                else
-                    turn(v[j], v[N + j], j);
+                if (turns[j / 4]) v[j] = v[j] * c[j] + with[j] * s[j];
         }
         const int head = first + i * plan.groups;
-        if (!is_written || head >= heads.count) continue;
-        T* const to = target + head * stride;
-        store(to + a, from_floats<T, N>(v));
-        if (has_b) store(to + b, from_floats<T, N>(v + N));
+        if (is_written && head < heads.count)
+            store<T, N>(target + head * stride, from_floats<T, N>(v), plan.once);
     }
 }
 
-template <int N>
-int pairs_of_packs(const OffloadRotaryAppend& x) {
-    return x.rotary_dim / 2 / N + (x.head_dim - x.rotary_dim + 2 * N - 1) / (2 * N);
-}
+inline bool has_norm(const OffloadRotaryAppend& x) { return x.q_norm.kind || x.k_norm.kind; }
 
-// Whether every address is a multiple of a pack.
-template <typename T, int N>
+// Whether a head is packs of a warp's lanes, every address a multiple of a pack, and every four
+// neighbours rotated as a whole or not at all.
+template <typename T>
 bool in_packs(const OffloadRotaryAppend& x) {
+    constexpr int N = 16 / sizeof(T);
+    if (x.head_dim > 32 * N || x.rotary_dim % 8) return false;
     for (int64_t n :
          {static_cast<int64_t>(x.head_dim), x.row_stride, x.q_offset, x.k_offset, x.v_offset,
           x.q_group_stride, x.kv_group_stride, x.query_batch_stride, x.query_token_stride,
@@ -201,12 +216,10 @@ bool in_packs(const OffloadRotaryAppend& x) {
     for (const void* p :
          {x.qkv, x.bias, static_cast<const void*>(x.query), static_cast<const void*>(x.key_cache),
           static_cast<const void*>(x.value_cache), x.q_norm.weight, x.q_norm.bias, x.k_norm.weight,
-          x.k_norm.bias})
-        if (!aligned<T, N>(p)) return false;
-    return aligned16(x.cos) && aligned16(x.sin) && x.rotary_batch_stride % 4 == 0;
+          x.k_norm.bias, static_cast<const void*>(x.cos), static_cast<const void*>(x.sin)})
+        if (!aligned16(p)) return false;
+    return x.rotary_batch_stride % 4 == 0;
 }
-
-inline bool has_norm(const OffloadRotaryAppend& x) { return x.q_norm.kind || x.k_norm.kind; }
 
 // Elements of a row, from its beginning to the end of the last head.
 inline int64_t used_width(const OffloadRotaryAppend& x) {
@@ -219,45 +232,43 @@ inline int64_t used_width(const OffloadRotaryAppend& x) {
     return width;
 }
 
-// Launches it where a lane has one pair of packs, and every pack is rotated as a whole or not at
-// all; `fits` is false where that is not so, and nothing is launched.
-template <typename T, int N>
-int launch_append_packs(const OffloadRotaryAppend& x, int waves, const Device& device, void* stream,
-                        bool* fits) {
-    const int units = pairs_of_packs<N>(x);
-    const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
-    *fits = in_packs<T, N>(x) && x.rotary_dim / 2 % N == 0 &&
-            units <= (has_norm(x) ? 32 : kPackThreads);
-    if (!*fits) return 0;
+// For arguments that are in_packs().
+template <typename T>
+int launch_append_packs(const OffloadRotaryAppend& x, const Device& device, void* stream) {
+    constexpr int N = 16 / sizeof(T);
     PackPlan plan = {};
-    plan.units = units;
-    plan.rotated = x.rotary_dim / 2 / N;
-    int lanes = units;
+    plan.packs = x.head_dim / N;
+    int lanes = plan.packs;
     if (has_norm(x))
-        for (lanes = 1; lanes < units;) lanes *= 2;
+        for (lanes = 1; lanes < plan.packs;) lanes *= 2;
     plan.lanes = Divisor(lanes);
-    // As few threads as have a few heads each, so that more rows are under way. With few rows a
-    // thread takes one head: more blocks, each done sooner.
-    int threads = (lanes * x.heads / kPackHeads + 31) / 32 * 32;
-    threads = threads < lanes ? (lanes + 31) / 32 * 32 : threads;
-    threads = threads < 64 ? 64 : threads;
-    const bool few = rows * ((static_cast<int64_t>(threads) + kPackThreads - 1) / kPackThreads) <
-                     4 * device.multiprocessors;
-    if (few || threads > kPackThreads) threads = kPackThreads;
-    plan.groups = threads / lanes;
-    int64_t blocks = 0;
+    plan.groups = 32 / lanes;
+
+    const int64_t rows = static_cast<int64_t>(x.batch) * x.tokens;
+    int64_t warps = 0;                        // of a row
+    const auto share_heads = [&](int most) {  // of a thread
+        warps = 0;
+        for (int kind = 0; kind < 3; ++kind) {
+            HeadsOfKind& heads = plan.kinds[kind];
+            heads.count = kind ? x.kv_heads : x.heads;
+            const int turns = (heads.count + plan.groups - 1) / plan.groups;
+            heads.warps = (turns + most - 1) / most;
+            heads.per_thread = (turns + heads.warps - 1) / heads.warps;
+            warps += heads.warps;
+        }
+    };
+    // With few rows a thread has fewer heads: more warps, each done sooner.
+    int most = x.variant ? x.variant % 10 : kPackHeads;
+    share_heads(most);
+    while (!x.variant && most > 1 && rows * warps < 16 * device.multiprocessors)
+        share_heads(most /= 2);
+    if (rows * warps > INT32_MAX - kPackWarps)
+        return refuse("rotary_append: %lld rows of %d heads are too many for one launch",
+                      static_cast<long long>(rows), x.heads);
+    const int64_t offsets[3] = {x.q_offset, x.k_offset, x.v_offset};
     for (int kind = 0; kind < 3; ++kind) {
-        HeadsOfKind& heads = plan.kinds[kind];
-        heads.count = kind ? x.kv_heads : x.heads;
-        const int most = few ? plan.groups : plan.groups * kPackHeads;
-        heads.blocks = (heads.count + most - 1) / most;
-        const int slots = plan.groups * heads.blocks;
-        heads.per_thread = (heads.count + slots - 1) / slots;
-        heads.offset = static_cast<int>(kind == 0   ? x.q_offset
-                                        : kind == 1 ? x.k_offset
-                                                    : x.v_offset);
-        heads.stride = static_cast<int>(kind ? x.kv_group_stride : x.q_group_stride);
-        blocks += heads.blocks;
+        plan.kinds[kind].offset = static_cast<int>(offsets[kind]);
+        plan.kinds[kind].stride = static_cast<int>(kind ? x.kv_group_stride : x.q_group_stride);
     }
     int per_group = x.heads / x.kv_heads;
     if (x.kv_heads == 1 || x.q_group_stride == static_cast<int64_t>(per_group) * x.head_dim) {
@@ -265,24 +276,20 @@ int launch_append_packs(const OffloadRotaryAppend& x, int waves, const Device& d
         per_group = 1;
     }
     plan.per_group = Divisor(per_group);
-    if (rows * blocks > INT32_MAX)
-        return refuse("rotary_append: %lld rows of %d heads are too many for one launch",
-                      static_cast<long long>(rows), x.heads);
-    plan.blocks = Divisor(static_cast<int>(blocks));
+    plan.warps = Divisor(static_cast<int>(warps));
     plan.tokens = Divisor(x.tokens);
+    plan.all_warps = static_cast<int>(rows * warps);
     plan.share = 1.f / x.head_dim;
-    auto kernel = has_norm(x) ? rotary_append_packs<T, N, true> : rotary_append_packs<T, N, false>;
-    const int64_t bytes = used_width(x) * sizeof(T);
-    if (waves && bytes % 16 == 0 && aligned16(x.qkv) && x.row_stride * sizeof(T) % 16 == 0) {
-        int resident = 0;
-        if (int status = cuda_status("rotary_append", cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                                                          &resident, kernel, threads, 0)))
-            return status;
-        plan.ahead = waves * resident * device.multiprocessors / plan.blocks.by;
-        plan.row_bytes = static_cast<int>(bytes);
-    }
-    return launch("rotary_append", kernel, dim3(static_cast<unsigned>(rows * blocks)),
-                  dim3(threads), 0, stream, x.launch_early, x, plan);
+
+    plan.row_bytes = static_cast<int>(used_width(x) * sizeof(T));
+    const int64_t ahead = x.variant ? static_cast<int64_t>(x.variant / 100) << 20
+                                    : bytes_ahead(rows * plan.row_bytes, device);
+    plan.ahead = static_cast<int>((ahead + plan.row_bytes - 1) / plan.row_bytes);
+    plan.once = x.variant / 10 % 10;
+    const auto kernel = has_norm(x) ? rotary_append_packs<T, true> : rotary_append_packs<T, false>;
+    return launch("rotary_append", kernel,
+                  dim3(static_cast<unsigned>((plan.all_warps + kPackWarps - 1) / kPackWarps)),
+                  dim3(32 * kPackWarps), 0, stream, x.launch_early, x, plan);
 }
 
 }  // namespace offload
