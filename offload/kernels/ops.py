@@ -10,7 +10,7 @@ gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,18 +18,23 @@ import torch
 from offload.kernels.activation import Activation, Kind
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import Call, current_stream
+from offload.kernels.dequantizer import Dequantize
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
 from offload.kernels.norm import Norm
 from offload.kernels.qkv import QkvLayout
+from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
+from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.kernels.workspace import Workspace
 
 __all__ = [
     "activation",
     "decode_attention",
+    "dequantize",
     "linear",
+    "quant_linear",
     "residual_norm",
     "rotary_append",
     "skinny_gemm",
@@ -506,4 +511,127 @@ def linear(
         gated=gated,
         transposed=transposed,
         **_norm_fields("norm", norm),
+    )
+
+
+# dequantize, quant_linear
+
+
+_STORED = (
+    "Tensor[] stored, str kind, str layout, SymInt[] block, bool zero_points, bool act_order, "
+    "SymInt[] shape"
+)
+
+
+def _format_of(
+    stored: list[torch.Tensor],
+    kind: Any,
+    layout: Any,
+    block: list[int],
+    zero_points: bool,
+    act_order: bool,
+    shape: list[int],
+) -> tuple[WeightFormat, dict[str, torch.Tensor]]:
+    """The format, and its tensors by the ends of their names."""
+    form = WeightFormat(kind, layout, (block[0], block[1]), zero_points, act_order)
+    names = [name for name in form.stored(tuple(shape)) if name != SHAPE]
+    if len(stored) != len(names):
+        raise ValueError(
+            f"a weight in {form.name} is made of {', '.join(names)}, not of {len(stored)} tensors"
+        )
+    found = dict(zip(names, stored, strict=True))
+    if SHAPE in form.stored(tuple(shape)):
+        found[SHAPE] = torch.tensor(shape)
+    return form, found
+
+
+def _format_fields(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """The reverse: arguments of an op."""
+    names = [name for name in form.stored(shape) if name != SHAPE]
+    missing = [name for name in names if name not in stored]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    tensors = [stored[name] for name in names]
+    return (
+        tensors, form.kind, form.layout, form.block, form.zero_points, form.act_order, shape
+    )  # fmt: skip
+
+
+def _dequantize_output(stored: list[torch.Tensor], *form: Any, dtype: torch.dtype) -> torch.Tensor:
+    shape = form[-1]
+    if len(shape) == 3:  # experts [E, K, N], in memory as [E, N, K]
+        return stored[0].new_empty((shape[0], shape[2], shape[1]), dtype=dtype).transpose(1, 2)
+    return stored[0].new_empty(shape, dtype=dtype)
+
+
+def _dequantize(stored: list[torch.Tensor], *form: Any, dtype: torch.dtype) -> torch.Tensor:
+    described, found = _format_of(stored, *form)
+    out = _dequantize_output(stored, *form, dtype=dtype)
+    memory = out.transpose(1, 2) if out.dim() == 3 else out
+    _launch(Dequantize(described, found, memory), out.device)
+    return out
+
+
+_define(f"dequantize({_STORED}, *, ScalarType dtype) -> Tensor", _dequantize, _dequantize_output)
+
+
+def dequantize(
+    form: WeightFormat,
+    stored: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The weight of `shape` that `stored` stands for, as `dtype`; see `Dequantize`."""
+    return torch.ops.offload.dequantize(*_format_fields(form, stored, shape), dtype=dtype)
+
+
+def _quant_linear_output(
+    input: torch.Tensor, stored: list[torch.Tensor], *form: Any, gated: bool = False, **_: Any
+) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], form[-1][0] // (2 if gated else 1))
+
+
+def _quant_linear(
+    input: torch.Tensor, stored: list[torch.Tensor], *form: Any, **options: Any
+) -> torch.Tensor:
+    described, found = _format_of(stored, *form)
+    out = _quant_linear_output(input, stored, *form, **options)
+    guard = torch.cuda.device(input.device) if input.is_cuda else contextlib.nullcontext()
+    with guard:
+        call = QuantLinear(
+            input, described, found, out, workspace=_workspace(input.device), **options
+        )
+        call.launch(current_stream(input.device))
+    return out
+
+
+_define(
+    f"quant_linear(Tensor input, {_STORED}, *, Tensor? bias=None, Tensor? residual=None, "
+    "str? activation=None, bool gated=False) -> Tensor",
+    _quant_linear,
+    _quant_linear_output,
+)
+
+
+def quant_linear(
+    input: torch.Tensor,
+    form: WeightFormat,
+    stored: Mapping[str, torch.Tensor],
+    shape: tuple[int, int],
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: Kind | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """act(input @ weight.T + bias) + residual with a stored weight; see `QuantLinear`."""
+    return torch.ops.offload.quant_linear(
+        input,
+        *_format_fields(form, stored, shape),
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        gated=gated,
     )

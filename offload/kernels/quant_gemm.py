@@ -22,7 +22,7 @@ def why_not_fused(form: WeightFormat, dtype: torch.dtype, scale: torch.dtype, de
     if dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {dtype} is neither float16 nor bfloat16"
     if form.layout != "packed" or form.act_order or form.block[0] != 1:
-        return f"a weight stored as {form.name} is not multiplied as it is"
+        return f"{form.kind} stored as {form.layout!r} is not multiplied as it is"
     if scale != dtype:
         return f"its scales are {scale}, not {dtype}"
     columns = form.block[1] or depth

@@ -11,6 +11,9 @@ from accuracy import random, random_norm
 from machines import needs_gpu
 
 from offload.kernels import Norm, QkvLayout, ops, reference
+from offload.kernels.dequantize import dequantise
+from offload.kernels.quantize import quantise
+from offload.kernels.weight_format import WeightFormat
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
@@ -93,8 +96,38 @@ class Samples:
             *self.skinny_gemm(),
         ]
 
+    def dequantize(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        dtype = self.like["dtype"]
+        return [(fields, {"dtype": dtype}) for fields in self.stored("int4-g32-zp", "int8-channel")]
 
-OPS = ("linear", "residual_norm", "rotary_append", "activation", "decode_attention", "skinny_gemm")
+    def quant_linear(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        x, b, r = self.tensor(2, 1, 64), self.tensor(10), self.tensor(2, 1, 5)
+        options = {"bias": b, "residual": r, "activation": "silu", "gated": True}
+        return [
+            ((x, *fields), more)
+            for fields, more in zip(self.stored("int4", "mxfp4"), ({}, options), strict=True)
+        ]
+
+    def stored(self, *names: str) -> list[tuple[Any, ...]]:
+        """Weights [10, 64] in formats, as the ops take them."""
+        found = []
+        for name in names:
+            form = WeightFormat.parse(name)
+            tensors = quantise(self.tensor(10, 64), form)
+            found.append(ops._format_fields(form, tensors, (10, 64)))
+        return found
+
+
+OPS = (
+    "linear",
+    "residual_norm",
+    "rotary_append",
+    "activation",
+    "decode_attention",
+    "skinny_gemm",
+    "dequantize",
+    "quant_linear",
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -204,6 +237,22 @@ def test_functions_are_the_references(device: str) -> None:
         ops.activation(x, "gelu_tanh", gated=True),
         reference.activation(x, kind="gelu_tanh", gated=True),
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stored_weights_by_their_functions(device: str) -> None:
+    s = Samples(device, torch.bfloat16)
+    form = WeightFormat.parse("int8-g32-zp")
+    stored = quantise(s.tensor(10, 64), form)
+    weight = dequantise(form, stored, (10, 64), torch.bfloat16)
+    assert torch.equal(ops.dequantize(form, stored, (10, 64), torch.bfloat16), weight)
+    x = s.tensor(3, 64)
+    torch.testing.assert_close(ops.quant_linear(x, form, stored, (10, 64)), x @ weight.T)
+    with pytest.raises(ValueError, match="weight_scale is missing"):
+        ops.dequantize(form, {"weight_packed": x}, (10, 64), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"made of weight_packed, .*, not of 1 tensors"):
+        torch.ops.offload.dequantize([x], "int4", "packed", [1, 32], False, False, [10, 64],
+                                     dtype=torch.bfloat16)  # fmt: skip
 
 
 def test_errors_name_the_argument() -> None:

@@ -314,7 +314,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gated": True}, ValueError, r"weight_packed is torch.int32 \[9, 8\], but a weight of \[18"),
     ({"form": WeightFormat.parse("int4-g32-zp")}, ValueError, "weight_zero_point is missing"),
     ({"form": WeightFormat.parse("fp8"), "stored": quantise(torch.ones(9, 64).bfloat16(),
-      WeightFormat.parse("fp8"))}, ValueError, "stored as fp8-channel is not multiplied as it is"),
+      WeightFormat.parse("fp8"))}, ValueError, "fp8 stored as 'plain' is not multiplied"),
     ({"bias": torch.zeros(8).bfloat16()}, ValueError, r"bias must have shape \[9\]"),
     ({"residual": torch.zeros(4, 8).bfloat16()}, ValueError, r"residual must have shape \[4, 9\]"),
     ({"activation": "tanh"}, ValueError, "activation must be one of"),

@@ -1,0 +1,70 @@
+"""Products with weights in any format, of any number of rows; and what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from machines import MACHINES, device_of
+from test_dequantizer import FORMS, random_stored
+from torch.nn import functional
+
+from offload.kernels.call import current_stream
+from offload.kernels.dequantize import dequantise
+from offload.kernels.quant_linear import QuantLinear
+from offload.kernels.quantize import quantise
+from offload.kernels.weight_format import WeightFormat
+
+
+@pytest.mark.parametrize("machine", [MACHINES[0], MACHINES[2]])
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_every_format(machine: str, rows: int) -> None:
+    device = torch.device(device_of(machine))
+    for form in FORMS:
+        if form.layout == "gpt_oss":
+            continue
+        torch.manual_seed(rows)
+        n, k = 136, 384 if form.block[1] != 12 else 96
+        stored = {
+            name: tensor.to(device)
+            for name, tensor in random_stored(form, (n, k), torch.bfloat16).items()
+        }
+        if form.kind == "mxfp4":  # whose scales may be as large as a bfloat16
+            stored["weight_scale"] = stored["weight_scale"] % 16 + 115
+        weight = dequantise(form, stored, (n, k), torch.bfloat16)
+        x = torch.randn(rows, k, device=device).bfloat16()
+        out = torch.full((rows, n), math.nan, dtype=torch.bfloat16, device=device)
+        call = QuantLinear(x, form, stored, out)
+        assert call.fused == (rows <= 64 and form.layout == "packed" and not form.act_order
+                              and form.block[0] == 1)  # fmt: skip
+        call.launch(current_stream(device))
+        exact = functional.linear(x.double(), weight.double())
+        peer = (functional.linear(x, weight).double() - exact).abs().max()
+        error = (out.double() - exact).abs().max()
+        unit = 2.0**-8 * exact.abs().max()
+        assert error <= max(2 * peer, unit), form
+
+
+FORM = WeightFormat.parse("int4-g32")
+X, OUT = torch.randn(4, 64).bfloat16(), torch.zeros(4, 9).bfloat16()
+STORED = quantise(torch.randn(9, 64).bfloat16(), FORM)
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match=r"scratch must be torch.bfloat16 \[9, 64\] on cpu, not"):
+        QuantLinear(X, FORM, STORED, OUT, scratch=torch.zeros(9, 64))
+    with pytest.raises(ValueError, match="cannot be fused: 65 rows are more than 64"):
+        long = torch.zeros(65, 64).bfloat16()
+        QuantLinear(long, FORM, STORED, torch.zeros(65, 9).bfloat16(), fused=True)
+    with pytest.raises(ValueError, match="weight_scale is missing"):
+        QuantLinear(X, FORM, {"weight_packed": STORED["weight_packed"]}, OUT)
+
+
+def test_an_input_that_lies_anywhere_is_not_fused() -> None:
+    shifted = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
+    call = QuantLinear(shifted, FORM, STORED, OUT)
+    assert not call.fused
+    call.launch()
+    weight = dequantise(FORM, STORED, (9, 64), torch.bfloat16)
+    torch.testing.assert_close(OUT, functional.linear(shifted, weight), rtol=0.02, atol=0.05)
