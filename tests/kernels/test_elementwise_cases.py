@@ -32,7 +32,7 @@ def test_runs_beside_its_peer(case: Case) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_only_copies_copies(count: int, grouped: bool) -> None:
     pytest.importorskip("triton")
-    from offload.bench.kernels import streams
+    from offload.bench.kernels.elementwise import streams
 
     like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     inputs = [torch.randn(7, 577, **like) for _ in range(count)]
