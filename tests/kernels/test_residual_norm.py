@@ -243,3 +243,11 @@ def test_wrong_arguments(name: str) -> None:
         arguments = {"branch": buffer[:24].view(3, 8), "sum_out": buffer[8:32].view(3, 8)}
     with pytest.raises((ValueError, TypeError), match=message):
         ResidualNorm(**arguments)
+
+
+@pytest.mark.parametrize("packs", [-1, 5, 10, 21, 6501])
+def test_no_such_way(packs: int) -> None:
+    call = ResidualNorm(branch=X, sum_out=torch.zeros_like(X))
+    call.arguments.packs_per_thread = packs
+    with pytest.raises(AssertionError, match=f"packs_per_thread is 0, .*, not {packs}"):
+        launch(call, "host")

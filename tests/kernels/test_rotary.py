@@ -20,7 +20,7 @@ HEADS = ((1, 1), (4, 4), (6, 2), (9, 3), (5, 1))
 # Head and rotary dimensions: of models (GPT-NeoX rotates 24 of 96), and odd ones.
 DIMENSIONS = (
     (8, 8), (64, 64), (128, 128), (80, 32), (96, 24), (96, 96), (256, 64), (64, 0), (33, 32),
-    (20, 10), (7, 2), (1, 0), (256, 256), (520, 520),
+    (20, 10), (7, 2), (1, 0), (256, 256), (520, 520), (24, 8), (80, 40),
 )  # fmt: skip
 
 
@@ -340,3 +340,11 @@ def test_wrong_arguments(name: str) -> None:
     RotaryAppend(**arguments())
     with pytest.raises((ValueError, TypeError), match=message):
         RotaryAppend(**arguments(**changes))
+
+
+@pytest.mark.parametrize("variant", [-1, 9, 10, 21, 6501])
+def test_no_such_variant(variant: int) -> None:
+    call = RotaryAppend(**arguments())
+    call.arguments.variant = variant
+    with pytest.raises(AssertionError, match=f"there is no variant {variant}"):
+        launch(call, "host")

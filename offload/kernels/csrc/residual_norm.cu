@@ -298,7 +298,7 @@ OFFLOAD_API int offload_residual_norm(const OffloadResidualNorm* arguments, void
         return refuse("residual_norm: no norm has the number %d, %d or %d", a.branch_norm.kind,
                       a.norm.kind, a.norm2.kind);
     const int packs = a.packs_per_thread;
-    if (packs < 0 || packs > 6414 ||
+    if (packs < 0 || packs > 6499 ||
         (packs && (packs % 10 < 1 || packs % 10 > 4 || packs / 10 % 10 > 1)))
         return refuse(
             "residual_norm: packs_per_thread is 0, or 1 to 4, ten to write past L2, and a hundred "

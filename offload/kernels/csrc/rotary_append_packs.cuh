@@ -37,7 +37,7 @@ struct PackPlan {
     bool once;             // what is written leaves L2 first
 };
 
-template <typename T, bool kNormed>
+template <typename T, bool kNormed, bool kBias>
 __global__ void __launch_bounds__(32 * kPackWarps, 5)
     rotary_append_packs(OffloadRotaryAppend x, PackPlan plan) {
     constexpr int N = 16 / sizeof(T), kQuads = N / 4;
@@ -63,18 +63,21 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
     // Beyond the last head (or with lanes beyond the last group) the last one is read again, so
     // that no load has a branch of its own; it is not written.
     int sources[kPackHeads];
+    const int last = heads.count - 1;
 #pragma unroll
-    for (int i = 0; i < kPackHeads; ++i) {
-        if (i >= heads.per_thread) continue;  // for the whole warp, here and below
-        const int head = min(first + i * plan.groups, heads.count - 1);
-        if (kind || plan.per_group.by == 1) {
-            sources[i] = heads.offset + head * heads.stride + at;
-        } else {
-            const int kv = plan.per_group(head);
-            sources[i] = heads.offset + kv * heads.stride +
-                         (head - kv * plan.per_group.by) * x.head_dim + at;
+    for (int i = 0; i < kPackHeads; ++i)
+        sources[i] = heads.offset + at + min(first + i * plan.groups, last) * heads.stride;
+    if (kind == 0 && plan.per_group.by > 1) {
+#pragma unroll
+        for (int i = 0; i < kPackHeads; ++i) {
+            const int head = min(first + i * plan.groups, last), kv = plan.per_group(head);
+            sources[i] = heads.offset + at + kv * heads.stride +
+                         (head - kv * plan.per_group.by) * x.head_dim;
         }
-        if (bias && gridDim.x <= 256) prefetch(bias + sources[i]);  // else L1 and L2 have it
+    }
+    if (kBias && gridDim.x <= 256) {  // else L1 and L2 have it
+#pragma unroll
+        for (int i = 0; i < kPackHeads; ++i) prefetch(bias + sources[i]);
     }
     wait_for_previous_kernel();
 
@@ -90,16 +93,14 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
     // Four neighbours are rotated as one: by which angles, and with whose. `crossed`: a lane's
     // first four with another's second.
     const int half = x.rotary_dim / 2;
-    const bool rotates = kind < 2 && half;
+    const bool rotates = kind < 2 && half, turns = rotates && at < x.rotary_dim;
     const bool crossed = kQuads == 2 && half / 4 % 2;
     float c[N], s[N];
-    int partner[kQuads];  // a lane
-    bool turns[kQuads];
+    int partner[kQuads] = {};  // a lane
     if (rotates) {
         const int64_t angles = batch * x.rotary_batch_stride + static_cast<int64_t>(token) * half;
         if (x.interleaved) {
-            turns[0] = at < x.rotary_dim;
-            if (turns[0]) {
+            if (turns) {
                 to_floats(load<float, N / 2>(x.cos + angles + at / 2), c);
                 to_floats(load<float, N / 2>(x.sin + angles + at / 2), s);
             }
@@ -108,10 +109,9 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
             for (int q = 0; q < kQuads; ++q) {
                 const int i = at + 4 * q;
                 const bool is_second = i >= half;
-                turns[q] = i < x.rotary_dim;
-                const int other = !turns[q] ? i : is_second ? i - half : i + half;
+                const int other = !turns ? i : is_second ? i - half : i + half;
                 partner[q] = group * plan.lanes.by + other / N;
-                if (!turns[q]) continue;
+                if (!turns) continue;
                 const int angle = is_second ? other : i;
                 to_floats(load<float, 4>(x.cos + angles + angle), c + 4 * q);
                 to_floats(load<float, 4>(x.sin + angles + angle), s + 4 * q);
@@ -120,60 +120,64 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
             }
         }
     }
-    T* target;
+    T* to;
     int64_t stride;
     bool is_written = inside;
     if (kind == 0) {
-        target =
-            static_cast<T*>(x.query) + batch * x.query_batch_stride + token * x.query_token_stride;
+        to = static_cast<T*>(x.query) + batch * x.query_batch_stride + token * x.query_token_stride;
         stride = x.query_head_stride;
     } else {
         const int64_t column =
             static_cast<int64_t>(x.column[static_cast<int64_t>(batch) * x.column_stride]) + token;
-        target = static_cast<T*>(kind == 1 ? x.key_cache : x.value_cache) +
-                 batch * x.cache_batch_stride + column * x.head_dim;
+        to = static_cast<T*>(kind == 1 ? x.key_cache : x.value_cache) +
+             batch * x.cache_batch_stride + column * x.head_dim;
         stride = x.cache_head_stride;
         is_written = inside && column >= 0 && column < x.cache_capacity;
     }
-    target += at;
+    to += first * stride + at;
+    stride *= plan.groups;
 
     const OffloadNorm& norm = kind ? x.k_norm : x.q_norm;
     const bool is_normed = kNormed && kind < 2 && norm.kind;
-    Pack<T, N> weights;
-    if (is_normed && norm.weight) weights = load<T, N>(static_cast<const T*>(norm.weight) + at);
+    float weights[kNormed ? N : 1];
+    if constexpr (kNormed) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) weights[j] = 1.f;
+        if (is_normed && norm.weight) {
+            to_floats(load<T, N>(static_cast<const T*>(norm.weight) + at), weights);
+#pragma unroll
+            for (int j = 0; j < N; ++j) weights[j] += norm.weight_offset;
+        }
+    }
 
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i) {
         if (i >= heads.per_thread) continue;
         float v[N];
         to_floats(raw[i], v);
-        if (bias) add_to<T, N>(v, bias + sources[i]);
-        if (is_normed) {
+        if (kBias) add_to<T, N>(v, bias + sources[i]);
+        if constexpr (kNormed) {
             const auto mean_of = [&](auto of_value) {
                 float sum = 0.f;
 #pragma unroll
                 for (int j = 0; j < N; ++j) sum = of_value(v[j], sum);
                 return sum_of_head(lane < plan.packs ? sum : 0.f, plan.lanes.by) * plan.share;
             };
-            if (norm.kind == OFFLOAD_NORM_LAYER) {
+            if (is_normed && norm.kind == OFFLOAD_NORM_LAYER) {
                 const float mean = mean_of([](float y, float sum) { return sum + y; });
 #pragma unroll
                 for (int j = 0; j < N; ++j) v[j] -= mean;
             }
-            const float scale =
-                __frsqrt_rn(mean_of([](float y, float sum) { return fmaf(y, y, sum); }) + norm.eps);
+            if (is_normed) {
+                const float scale = __frsqrt_rn(
+                    mean_of([](float y, float sum) { return fmaf(y, y, sum); }) + norm.eps);
 #pragma unroll
-            for (int j = 0; j < N; ++j) v[j] *= scale;
-            if (norm.weight) {
-                float w[N];
-                to_floats(weights, w);
-#pragma unroll
-                for (int j = 0; j < N; ++j) v[j] *= w[j] + norm.weight_offset;
+                for (int j = 0; j < N; ++j) v[j] *= scale * weights[j];
+                if (norm.bias) add_to<T, N>(v, static_cast<const T*>(norm.bias) + at);
             }
-            if (norm.bias) add_to<T, N>(v, static_cast<const T*>(norm.bias) + at);
         }
         if (rotates && x.interleaved) {
-            if (turns[0]) {
+            if (turns) {
 #pragma unroll
                 for (int j = 0; j < N / 2; ++j) {
                     const float a = v[2 * j], b = v[2 * j + 1];
@@ -183,20 +187,23 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
             }
         } else if (rotates) {
             float with[N];
+            const auto exchange = [&](int cross) {
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q)
+                for (int j = 0; j < N; ++j)
+                    with[j] = __shfl_sync(0xffffffffu, v[j ^ cross], partner[j / 4]);
+            };
+            if (crossed)
+                exchange(4);
+            else
+                exchange(0);
+            if (turns) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const float given = crossed ? v[4 * (kQuads - 1 - q) + j] : v[4 * q + j];
-                    with[4 * q + j] = __shfl_sync(0xffffffffu, given, partner[q]);
-                }
-#pragma unroll
-            for (int j = 0; j < N; ++j)
-                if (turns[j / 4]) v[j] = v[j] * c[j] + with[j] * s[j];
+                for (int j = 0; j < N; ++j) v[j] = v[j] * c[j] + with[j] * s[j];
+            }
         }
-        const int head = first + i * plan.groups;
-        if (is_written && head < heads.count)
-            store<T, N>(target + head * stride, from_floats<T, N>(v), plan.once);
+        if (is_written && first + i * plan.groups <= last)
+            store<T, N>(to, from_floats<T, N>(v), plan.once);
+        to += stride;
     }
 }
 
@@ -286,7 +293,10 @@ int launch_append_packs(const OffloadRotaryAppend& x, const Device& device, void
                                     : bytes_ahead(rows * plan.row_bytes, device);
     plan.ahead = static_cast<int>((ahead + plan.row_bytes - 1) / plan.row_bytes);
     plan.once = x.variant / 10 % 10;
-    const auto kernel = has_norm(x) ? rotary_append_packs<T, true> : rotary_append_packs<T, false>;
+    const auto kernel =
+        has_norm(x)
+            ? (x.bias ? rotary_append_packs<T, true, true> : rotary_append_packs<T, true, false>)
+            : (x.bias ? rotary_append_packs<T, false, true> : rotary_append_packs<T, false, false>);
     return launch("rotary_append", kernel,
                   dim3(static_cast<unsigned>((plan.all_warps + kPackWarps - 1) / kPackWarps)),
                   dim3(32 * kPackWarps), 0, stream, x.launch_early, x, plan);
