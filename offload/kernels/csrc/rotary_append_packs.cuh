@@ -55,13 +55,13 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
                                                  : before_values);
     const int lane_of_warp = threadIdx.x % 32;
     const int group = plan.lanes(lane_of_warp), lane = lane_of_warp - group * plan.lanes.by;
-    const int first = part_of_kind * heads.per_thread * plan.groups + group;
+    const int first = part_of_kind * heads.per_thread * plan.groups + min(group, plan.groups - 1);
     const bool inside = group < plan.groups && lane < plan.packs;
     const int at = min(lane, plan.packs - 1) * N;
     const T* const bias = static_cast<const T*>(x.bias);
 
-    // Beyond the last head (or with lanes beyond the last group) the last one is read again, so
-    // that no load has a branch of its own; it is not written.
+    // Beyond the last head (or with lanes beyond the last group) a head is read again, so that no
+    // load has a branch of its own; it is not written.
     int sources[kPackHeads];
     const int last = heads.count - 1;
 #pragma unroll
@@ -87,6 +87,19 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i)
         if (i < heads.per_thread) raw[i] = load_once<T, N>(row + sources[i]);
+    const int first_column = kind ? x.column[static_cast<int64_t>(batch) * x.column_stride] : 0;
+    const OffloadNorm& norm = kind ? x.k_norm : x.q_norm;
+    const bool is_normed = kNormed && kind < 2 && norm.kind;
+    float weights[kNormed ? N : 1];
+    if constexpr (kNormed) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) weights[j] = 1.f;
+        if (is_normed && norm.weight) {
+            to_floats(load<T, N>(static_cast<const T*>(norm.weight) + at), weights);
+#pragma unroll
+            for (int j = 0; j < N; ++j) weights[j] += norm.weight_offset;
+        }
+    }
     if (plan.ahead && part == 0 && lane_of_warp == 0 && row_index + plan.ahead < x.batch * x.tokens)
         prefetch_bulk(row + static_cast<int64_t>(plan.ahead) * x.row_stride, plan.row_bytes);
 
@@ -127,8 +140,7 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
         to = static_cast<T*>(x.query) + batch * x.query_batch_stride + token * x.query_token_stride;
         stride = x.query_head_stride;
     } else {
-        const int64_t column =
-            static_cast<int64_t>(x.column[static_cast<int64_t>(batch) * x.column_stride]) + token;
+        const int64_t column = static_cast<int64_t>(first_column) + token;
         to = static_cast<T*>(kind == 1 ? x.key_cache : x.value_cache) +
              batch * x.cache_batch_stride + column * x.head_dim;
         stride = x.cache_head_stride;
@@ -136,19 +148,6 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
     }
     to += first * stride + at;
     stride *= plan.groups;
-
-    const OffloadNorm& norm = kind ? x.k_norm : x.q_norm;
-    const bool is_normed = kNormed && kind < 2 && norm.kind;
-    float weights[kNormed ? N : 1];
-    if constexpr (kNormed) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) weights[j] = 1.f;
-        if (is_normed && norm.weight) {
-            to_floats(load<T, N>(static_cast<const T*>(norm.weight) + at), weights);
-#pragma unroll
-            for (int j = 0; j < N; ++j) weights[j] += norm.weight_offset;
-        }
-    }
 
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i) {
