@@ -436,25 +436,16 @@ struct Variant {
     int chunk_bytes;  // of a row in a stage: a power of two
     int stages;       // at most, if staged
     bool bulk;
-    bool half;    // of an SM's shared memory: the next kernel's block fits beside this one
     bool turned;  // blocks begin at different depths
 };
 
 constexpr Variant kVariants[] = {
-    {Way::kStaged, 64, 16, 512, 6, false, false, false},
-    {Way::kStaged, 128, 16, 512, 6, false, false, false},
-    {Way::kStaged, 32, 16, 1024, 6, false, false, false},
-    {Way::kStaged, 64, 16, 512, 9, false, false, false},
-    {Way::kStaged, 64, 16, 512, 6, false, false, true},
-    {Way::kStaged, 128, 16, 512, 6, false, false, true},
-    {Way::kStaged, 64, 16, 512, 6, false, true, false},
-    {Way::kStaged, 128, 16, 256, 6, false, true, false},
-    {Way::kFma, 16, 4, 512, 3, true, false, false},  // 101 KB, as the next two
-    {Way::kFma, 8, 4, 1024, 3, true, false, false},
-    {Way::kFma, 4, 4, 512, 12, true, false, false},
-    {Way::kFma, 16, 4, 512, 3, false, false, false},  // by cp.async, as those below
-    {Way::kFma, 8, 4, 512, 6, false, false, false},
-    {Way::kFma, 4, 4, 512, 8, false, false, false},
+    {Way::kStaged, 64, 16, 512, 6, false, false},  {Way::kStaged, 128, 16, 512, 6, false, false},
+    {Way::kStaged, 32, 16, 1024, 6, false, false}, {Way::kStaged, 128, 16, 512, 6, false, true},
+    {Way::kFma, 16, 4, 512, 3, true, false},  // 101 KB, as the next two
+    {Way::kFma, 8, 4, 1024, 3, true, false},       {Way::kFma, 4, 4, 512, 12, true, false},
+    {Way::kFma, 16, 4, 512, 3, false, false},  // by cp.async, as those below
+    {Way::kFma, 8, 4, 512, 6, false, false},       {Way::kFma, 4, 4, 512, 8, false, false},
 };
 constexpr int kVariantCount = static_cast<int>(sizeof kVariants / sizeof *kVariants);
 
@@ -471,25 +462,20 @@ Choice choice(int index) {
     return {skinny_gemm_kernel<Math>, index, Math::kThreads, Math::kBlock, 0};
 }
 
-template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed, int kBlocks = 1>
+template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
 Choice staged(int index) {
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kNormed, kBlocks>, index,
-            kStagedThreads, kChunkBytes / static_cast<int>(sizeof(T)),
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kNormed>, index, kStagedThreads,
+            kChunkBytes / static_cast<int>(sizeof(T)),
             StagedShape<kColumns, kTile, kChunkBytes>::kParts};
 }
 
-constexpr int kKernelCount = 48;
+constexpr int kKernelCount = 32;
 
 template <typename T, int kColumns, bool kNormed>
 Choice staged_kernel(const Variant& v, int base) {
-    // With a norm there is no room in registers for the next kernel's block.
-    constexpr int kBeside = kNormed ? 1 : 2;
     if (v.tile == 32) return staged<T, kColumns, 32, 1024, kNormed>(base);
-    if (v.tile == 64)
-        return v.half ? staged<T, kColumns, 64, 512, kNormed, kBeside>(base + 1)
-                      : staged<T, kColumns, 64, 512, kNormed>(base + 2);
-    return v.half ? staged<T, kColumns, 128, 256, kNormed, kBeside>(base + 3)
-                  : staged<T, kColumns, 128, 512, kNormed>(base + 4);
+    if (v.tile == 64) return staged<T, kColumns, 64, 512, kNormed>(base + 1);
+    return staged<T, kColumns, 128, 512, kNormed>(base + 2);
 }
 
 // The kernel for a variant on `rows` rows, or none.
@@ -498,9 +484,9 @@ Choice half_kernel(const Variant& v, int rows, bool normed, int base) {
     if (v.way != Way::kStaged) return {};
     if (rows <= 8)
         return normed ? staged_kernel<T, 1, true>(v, base)
-                      : staged_kernel<T, 1, false>(v, base + 5);
-    return normed ? staged_kernel<T, 2, true>(v, base + 10)
-                  : staged_kernel<T, 2, false>(v, base + 15);
+                      : staged_kernel<T, 1, false>(v, base + 3);
+    return normed ? staged_kernel<T, 2, true>(v, base + 6)
+                  : staged_kernel<T, 2, false>(v, base + 9);
 }
 
 Choice float_kernel(const Variant& v, int rows) {
@@ -543,7 +529,7 @@ Choice kernel_of(const Variant& v, const OffloadSkinnyGemm& a, const Device& dev
     if (v.bulk && device.major < 9) return found;
     if (a.dtype == OFFLOAD_F32) found = float_kernel(v, a.rows);
     if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, takes_norm(a), 8);
-    if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, takes_norm(a), 28);
+    if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, takes_norm(a), 20);
     if (found.kernel &&
         (v.warps * 32 > found.threads || v.chunk_bytes % (found.block * element_bytes(a)) != 0))
         found.kernel = nullptr;
@@ -606,12 +592,30 @@ int check_sizes(const OffloadSkinnyGemm& a) {
     return 0;
 }
 
-// Where nothing was measured: the first that can run, but narrow tiles for few outputs a block.
+// Weight rows that a multiprocessor has to multiply.
+int64_t rows_of_block(const OffloadSkinnyGemm& a, const Device& device) {
+    return ((a.gated ? 2ll : 1ll) * a.outputs - 1) / device.multiprocessors + 1;
+}
+
+// Whether two blocks should have twice the outputs and half of the depth each. Many activations
+// beside few weight rows cost L2 too much; up to 32 of these a tile of 32 is quicker all the same.
+bool shares_depth(const OffloadSkinnyGemm& a, const Device& device) {
+    const int64_t rows = rows_of_block(a, device);
+    return device.major >= 9 && a.rows > 8 && rows > 32 && rows <= 48;
+}
+
+// Where nothing was measured. 16 bits: the smallest tile that holds all of a block's outputs keeps
+// most warps busy; where several must follow each other, the largest, at depths that differ from
+// block to block. float32: the first that can run.
 int default_variant(const OffloadSkinnyGemm& a, const Device& device) {
-    const bool wide_block = a.outputs > 64ll * device.multiprocessors;
-    const int first = a.dtype != OFFLOAD_F32 && a.rows > 8 && wide_block ? 1 : 0;
-    for (int i = first; i < kVariantCount; ++i)
-        if (kernel_of(kVariants[i], a, device).kernel) return i;
+    const int64_t rows = rows_of_block(a, device) * (shares_depth(a, device) ? 2 : 1);
+    const int tile = rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
+    const bool turned = rows > 128 || shares_depth(a, device);
+    for (int i = 0; i < kVariantCount; ++i) {
+        const Variant& v = kVariants[i];
+        if (v.way == Way::kStaged && (v.tile != tile || v.turned != turned)) continue;
+        if (kernel_of(v, a, device).kernel) return i;
+    }
     return -1;
 }
 
@@ -628,12 +632,10 @@ int nth_variant(const OffloadSkinnyGemm& a, const Device& device, int n) {
     return -1;
 }
 
-// Two blocks with half the depth each where many activations stand beside few outputs.
 uint32_t cluster_size(const OffloadSkinnyGemm& a, const Device& device, const Plan& p) {
     if (device.major < 9 || p.chunks < 2 || device.multiprocessors < 2) return 1;
     if (a.splits) return std::min(a.splits, 2);
-    const int64_t products = (a.gated ? 2ll : 1ll) * a.outputs;
-    return a.rows > 8 && products <= 64ll * device.multiprocessors ? 2 : 1;
+    return shares_depth(a, device) ? 2 : 1;
 }
 
 void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
@@ -649,9 +651,6 @@ void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
     const int norm_rows = !p.late_norm ? 0 : a.norm.kind == OFFLOAD_NORM_LAYER ? 2 : 1;
     const int most = v.tile / (a.gated ? 2 : 1), group = a.gated ? 8 : 16;
     const int outputs = (a.outputs - 1) / teams + 1;
-    // An SM keeps 1 KB a block for itself.
-    const int memory =
-        v.half ? (device.shared_per_block + 1024) / 2 - 1024 : device.shared_per_block;
     // Fewer rows a tile, if three stages would not fit.
     for (int tiles = (outputs - 1) / most + 1;; ++tiles) {
         p.tile_outputs = (outputs - 1) / tiles + 1;
@@ -667,7 +666,8 @@ void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
         p.sums_at = kStagedHead;
         p.ring_at = static_cast<int32_t>(
             round_up(kStagedHead + (p.splits > 1 ? values * 4 * std::min(tiles, 2) : 0), 128));
-        p.stages = std::min({v.stages, kMostStages, (memory - p.ring_at) / p.stage_bytes});
+        p.stages = std::min(
+            {v.stages, kMostStages, (device.shared_per_block - p.ring_at) / p.stage_bytes});
         if (p.stages >= 3 || p.tile_outputs <= group) break;
     }
     p.stages = std::max<int32_t>(p.stages, 2);

@@ -82,8 +82,8 @@ struct StagedWalk {
     }
 };
 
-template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed, int kBlocks>
-__global__ void __launch_bounds__(kStagedThreads, kBlocks)
+template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
+__global__ void __launch_bounds__(kStagedThreads)
     staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
                        float*) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
