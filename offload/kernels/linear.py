@@ -124,7 +124,7 @@ def choose(asked: _Arguments) -> Choice:
         depth=asked.input.shape[-1],
         rows=rows,
         gated=asked.gated,
-        norm=asked.norm is not None,
+        norm=asked.norm.kind if asked.norm else "",
         activation=asked.activation is not None,
         residual=asked.residual is not None,
         early=asked.early,

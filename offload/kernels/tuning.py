@@ -30,23 +30,25 @@ log = logging.getLogger("offload")
 
 @dataclass(frozen=True)
 class Key:
-    """What decides between the ways. `rows` is a bucket of `BUCKETS`; the flags say what stands
-    around the product: a norm before it, an activation, a residual sum after it; `early` whether
-    it begins before the kernel ahead of it has ended."""
+    """What decides between the ways. `rows` is a bucket of `BUCKETS`; the others say what stands
+    around the product: the kind of norm before it, an activation, a residual sum after it; `early`
+    whether it begins before the kernel ahead of it has ended."""
 
     dtype: str
     outputs: int
     depth: int
     rows: int
     gated: bool
-    norm: bool
+    norm: str
     activation: bool
     residual: bool
     early: bool
 
     def __str__(self) -> str:
         flags = ("gated", "norm", "activation", "residual", "early")
-        named = [flag for flag in flags if getattr(self, flag)]
+        named = [
+            f"{self.norm}_norm" if flag == "norm" else flag for flag in flags if getattr(self, flag)
+        ]
         return " ".join(
             [self.dtype, f"N{self.outputs}", f"K{self.depth}", f"rows{self.rows}", *named]
         )

@@ -13,8 +13,8 @@ import torch
 from offload.kernels import tuning
 from offload.kernels.tuning import Choice, Key, Table
 
-KEY = Key("bfloat16", 5120, 20480, 4, False, True, False, True, True)
-OTHER = Key("float16", 64, 32, 1, True, False, True, False, False)
+KEY = Key("bfloat16", 5120, 20480, 4, False, "rms", False, True, True)
+OTHER = Key("float16", 64, 32, 1, True, "", True, False, False)
 CUBLAS, OWN = Choice("cublas"), Choice("own", 1)
 DEVICE = torch.device("cuda", 0)
 
@@ -103,7 +103,9 @@ def test_keys_differ_in_every_field() -> None:
     fields = vars(KEY)
     texts = {str(KEY)}
     for name, value in fields.items():
-        changed = not value if isinstance(value, bool) else "x" if name == "dtype" else value + 1
+        changed = "x" if isinstance(value, str) else value + 1
+        if isinstance(value, bool):
+            changed = not value
         texts.add(str(Key(**{**fields, name: changed})))
     assert len(texts) == len(fields) + 1
 
