@@ -80,6 +80,29 @@ def test_cases_on_a_cpu_agree_with_their_peers() -> None:
     assert seen == len(gemm.FUSED) + 1
 
 
+def test_the_sweep_times_a_norm_fused_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "SHAPES", ((24, 40),))
+    monkeypatch.setattr(gemm, "ROWS", (2, 4))
+    lines: list[str] = []
+    found = gemm.Sweep(CPU, RATES, lines.append).run(lambda name: name == "K24 N40")
+    assert not [swept for swept in found if swept.error or not swept.us]
+    normed = {what for what, fused in gemm.FUSED.items() if fused[0]}
+    assert {(s.what, s.rows) for s in found if s.way == "apart"} == {(w, 4) for w in normed}
+    [costs] = [line.split("cost: ")[1] for line in lines if "fused cost" in line]
+    for cost in costs.split("; "):
+        match = re.fullmatch(r"(.*) \S+% v\d(?: ([<>]) apart \S+%)?", cost)
+        assert match and (match[2] is not None) == (match[1] in normed)
+        if match[2]:
+            own, apart = (
+                min(s.us for s in found if s.us and (s.what, s.way, s.rows) == (match[1], way, 4))
+                for way in ("own", "apart")
+            )
+            assert match[2] == ("<" if own < apart else ">")
+    for what in normed:
+        [line] = [line for line in lines if line.startswith(f"{what}: ")]
+        assert re.search("in [01] of 1 products", line)
+
+
 def test_the_command_on_a_cpu(capsys: Any) -> None:
     arguments = ["bench", "kernels", "--device", "cpu", "--quick", "--op", "gemm"]
     assert main([*arguments, "--shape", "rows 16", "--json"]) == 0

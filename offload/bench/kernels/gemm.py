@@ -15,6 +15,7 @@ from offload.kernels import KernelError, Norm
 from offload.kernels.call import current_stream
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
+from offload.kernels.tuning import Choice
 from offload.kernels.workspace import Workspace
 
 OP = "gemm"
@@ -170,7 +171,7 @@ class Swept:
     outputs: int
     rows: int
     what: str
-    way: str  # "own" or "cuBLAS"
+    way: str  # "own", "apart" (the norm in a kernel before it) or "cuBLAS"
     variant: int
     splits: int
     early: bool
@@ -222,8 +223,8 @@ class Sweep:
         def tried(variant: int, splits: int) -> Swept:
             return self._own(weights, a, rows, "bare", variant, splits, True, exact, allowed)
 
-        own = [tried(0, 0)]
-        own += [tried(v, splits) for v in range(1, variants + 1) for splits in SPLITS]
+        own = [tried(v, splits) for v in range(1, variants + 1) for splits in SPLITS]
+        own.append(tried(0, 0))  # not right behind the exact product, which leaves clocks low
         working = sorted((s for s in own if s.share), key=lambda s: -(s.share or 0))
         for failed in (s for s in own if s.error):
             self._say(f"  rows {rows} {failed}: FAILED {failed.error}")
@@ -240,19 +241,39 @@ class Sweep:
             + ", ".join(" ".join(map(str, each[v])) for v in sorted(each) if v)
         )
         if rows in (1, 4, 16):
-            costs = []
-            for what in list(FUSED)[1:]:
-                b = weights.arguments(rows, what)
-                tries = [
-                    self._own(weights, b, rows, what, s.variant, s.splits, True)
-                    for s in working[:FINALISTS]
-                ]
-                fused = min(tries, key=lambda s: s.us or math.inf)
-                if fused.us and best.us:
-                    costs.append(f"{what} {fused.us / best.us - 1:+.1%} v{fused.variant}")
-                else:
-                    costs.append(f"{what} FAILED {fused.error}")
+            costs = [self._cost(weights, rows, what, working) for what in list(FUSED)[1:]]
             self._say(f"           fused cost: {'; '.join(costs)}")
+
+    def _cost(self, weights: Weights, rows: int, what: str, bare: list[Swept]) -> str:
+        """What is fused, beside the bare product; a norm also in a kernel before the product."""
+        a = weights.arguments(rows, what)
+        tries = [
+            self._own(weights, a, rows, what, s.variant, s.splits, True) for s in bare[:FINALISTS]
+        ]
+        fused = min(tries, key=lambda s: s.us or math.inf)
+        if not fused.us or not bare[0].us:
+            return f"{what} FAILED {fused.error}"
+        text = f"{what} {fused.us / bare[0].us - 1:+.1%} v{fused.variant}"
+        if a["norm"] is None:
+            return text
+        apart = self._apart(weights, a, rows, what, bare[0])
+        if not apart.us:
+            return f"{text}, apart FAILED {apart.error}"
+        sign = "<" if fused.us < apart.us else ">"
+        return f"{text} {sign} apart {apart.us / bare[0].us - 1:+.1%}"
+
+    def _apart(
+        self, weights: Weights, a: dict[str, Any], rows: int, what: str, bare: Swept
+    ) -> Swept:
+        """The norm's kernel and, as the bare product runs best, the rest behind it."""
+        choice = Choice("apart", bare.variant, bare.splits)
+        calls = [
+            Linear(weight=weight, **a, workspace=self._workspace, early=True, choice=choice)
+            for weight in weights.weights
+        ]
+        return self._time(
+            weights, rows, what, "apart", bare.variant, bare.splits, True, launches(calls)
+        )
 
     def _own(
         self,
@@ -333,11 +354,25 @@ class Sweep:
                 line.append(f"v{variant} {math.exp(sum(behind) / len(behind)):.3f}")
             if line:
                 self._say(f"rows {rows:2}: time over the best, mean of shapes: {', '.join(line)}")
+        for what, (norm, *_) in FUSED.items():
+            if norm:
+                self._say(self._norms(what))
         wins = self._wins()
         if wins:
             self._say(
                 f"own kernel at least as quick as cuBLAS: {sum(wins)} of {len(wins)} products"
             )
+
+    def _norms(self, what: str) -> str:
+        """How often a norm fused to the product is quicker than one apart."""
+        times: dict[tuple[int, int, int], dict[str, float]] = {}
+        for s in self.found:
+            if s.what == what and s.us:
+                ways = times.setdefault((s.depth, s.outputs, s.rows), {})
+                ways[s.way] = min(ways.get(s.way, math.inf), s.us)
+        both = [ways for ways in times.values() if ways.keys() >= {"own", "apart"}]
+        fused = sum(ways["own"] < ways["apart"] for ways in both)
+        return f"{what}: fused quicker than apart in {fused} of {len(both)} products"
 
     def _wins(self) -> list[bool]:
         times: dict[tuple[int, int, int], dict[str, float]] = {}
