@@ -315,12 +315,11 @@ def _tier_of(layer: str, tiers: Mapping[str, Tier]) -> Tier:
 
 
 def _reserve(network: PreTrainedModel, config: OffloadConfig, fused: bool) -> int:
+    scratch = scratch_bytes(network)  # a quantised weight stands whole while it is multiplied with
     if config.compute.type == "cpu":
-        return 0  # there the budget is one of weights
+        return scratch  # there the budget is one of weights
     shape = ModelShape.of(network.config)
     length = config.max_length or min(shape.max_length, DEFAULT_LENGTH)
-    # A quantised weight stands whole while it is multiplied with.
-    scratch = scratch_bytes(network)
     return scratch + shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize, fused)
 
 

@@ -20,7 +20,7 @@ from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
-from offload.models.quantized.forward import quantised_weights
+from offload.models.quantized.forward import quantised_weights, release_quantised
 from offload.report import Report
 from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
@@ -137,6 +137,7 @@ class Offload(NotCopied):
         self._release()
         if self._engine is not None:
             self._engine.close()
+        release_quantised(self._parts.model)
         for binding, placeholder in all_bindings(self._parts):
             binding.module._parameters[binding.key] = placeholder
         for part in self._parts.layers:

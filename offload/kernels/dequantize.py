@@ -1,21 +1,22 @@
-"""Stored weights -> weights: the reference for every format that is read or written.
+"""Stored weights -> weights: `dequantise` is the one door, `dequantiser` for who passes it often.
 
-`dequantise` is the one door; which implementation answers is decided behind it.
+On a GPU the library's kernel answers, elsewhere and for what it does not take the reference does;
+both give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
-from offload.kernels.packing import decode_e2m1, decode_e8m0, unpack_awq, unpack_words
+from offload.kernels import structs
+from offload.kernels.call import current_stream
+from offload.kernels.dequantize_reference import dequantise_reference
+from offload.kernels.dequantizer import Dequantize
+from offload.kernels.library import why_not
 from offload.kernels.weight_format import WeightFormat
-
-# Elements that are worked on at once: their float32 stays in a processor's cache.
-CHUNK = 1 << 18
-DEVICE_CHUNK = 1 << 24  # on a GPU: enough to fill it
-_ROWS = 32  # chunks begin at multiples: no word of packed rows is cut
 
 
 def dequantise(
@@ -28,19 +29,59 @@ def dequantise(
     """The weight of `shape` that `stored` (by the ends of names, see `weight_format`) stands for.
 
     Computed in float32 and rounded once to `dtype`; `out`, where given, is filled and returned.
-    All tensors are on one device. Nothing is checked here: `WeightFormat.check_stored` does, and
-    what the values of scales and group indices must be, `check_values` does.
+    All tensors are on one device, and work is issued on its current stream. Nothing is checked
+    here: `WeightFormat.check_stored` does, and what the values of scales and group indices must
+    be, `check_values` does.
     """
     if out is None:
         device = stored[form.scale_name].device
         out = torch.empty(shape, dtype=dtype, device=device)
-    if form.layout == "gpt_oss":
-        for expert, target in enumerate(out):
-            part = {name: tensor[expert] for name, tensor in stored.items()}
-            _fill(form, part, target.transpose(0, 1))
-    else:
-        _fill(form, stored, out)
+    dequantiser(form, stored, out)(current_stream(out.device))
     return out
+
+
+def dequantiser(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor], out: torch.Tensor
+) -> Callable[[int], None]:
+    """What fills `out`, [N, K] (of `gpt_oss` [E, K, N]), each time that it is called, on the stream
+    that it is given (a number, the current one).
+
+    The tensors' places are taken down once: they must not move, what they hold may change.
+    """
+    if not by_kernel(stored, out):
+        return partial(_by_reference, form, dict(stored), out)
+    if form.layout != "gpt_oss":
+        return Dequantize(form, stored, out).launch
+    turned = out.transpose(1, 2)
+    if turned.is_contiguous():
+        return Dequantize(form, stored, turned).launch
+    return partial(_turned, form, dict(stored), out)
+
+
+def by_kernel(stored: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
+    """Whether the library can fill `out` where it lies."""
+    return (
+        out.device.type == "cuda"
+        and out.dtype in structs.DTYPES
+        and why_not(out.device.index) is None
+        and (out.dim() == 3 or out.shape[-1] <= 1 or out.stride(-1) == 1)
+        and all(tensor.is_contiguous() for tensor in stored.values())
+    )
+
+
+def _by_reference(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor], out: torch.Tensor, stream: int
+) -> None:
+    dequantise_reference(form, stored, out)
+
+
+def _turned(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor], out: torch.Tensor, stream: int
+) -> None:
+    """The kernel writes experts along their inputs; here they lie along their outputs."""
+    turned = torch.empty_like(out.transpose(1, 2), memory_format=torch.contiguous_format)
+    Dequantize(form, stored, turned).launch(stream)
+    out.copy_(turned.transpose(1, 2))
 
 
 def check_values(form: WeightFormat, stored: Mapping[str, torch.Tensor], groups: int) -> None:
@@ -60,83 +101,3 @@ def check_values(form: WeightFormat, stored: Mapping[str, torch.Tensor], groups:
                 raise ValueError(
                     f"{name} holds {low if low < 0 else high}, which is none of the {groups} groups"
                 )
-
-
-def _fill(form: WeightFormat, stored: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
-    """Fill out [N, K] chunk by chunk of its rows."""
-    rows, columns = out.shape
-    elements = CHUNK if out.device.type == "cpu" else DEVICE_CHUNK
-    step = max(_ROWS, elements // columns // _ROWS * _ROWS)
-    index = stored.get("g_idx", stored.get("weight_g_idx")) if form.act_order else None
-    for low in range(0, rows, step):
-        high = min(low + step, rows)
-        code, zero, scale = _rows(form, stored, low, high, columns)
-        value = code.float()
-        if index is None and columns % scale.shape[1] == 0 and columns % (form.block[1] or 1) == 0:
-            value = value.unflatten(1, (scale.shape[1], -1))
-            zero, scale = zero[..., None] if zero is not None else None, scale[..., None]
-        else:
-            zero = _spread(zero, form, columns, index) if zero is not None else None
-            scale = _spread(scale, form, columns, index)
-        if zero is not None:
-            value = value - zero
-        out[low:high] = (value * scale).reshape(high - low, columns)
-
-
-def _spread(
-    grid: torch.Tensor, form: WeightFormat, columns: int, index: torch.Tensor | None
-) -> torch.Tensor:
-    """[n, G] -> [n, columns]: to every column the value of its group."""
-    if index is not None:
-        return grid[:, index.long()]
-    return grid.repeat_interleave(form.block[1], 1)[:, :columns]
-
-
-def _rows(
-    form: WeightFormat, stored: Mapping[str, torch.Tensor], low: int, high: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Of the rows [low, high): codes [n, K], zeros [n, G] in the same numbers or None, and scales
-    [n, G] in float32.
-    """
-    layout, bits, per, n = form.layout, form.bits, form.per_word, high - low
-    zero: torch.Tensor | None = None
-    words: slice | torch.Tensor
-    if layout in ("gptq", "gptq_v2", "awq"):
-        words = slice(low // per, -(-high // per))
-        scale = stored["scales"][:, low:high].T
-        if layout == "awq":
-            code = unpack_awq(stored["qweight"][:, words])[:, :n].T
-            zero = unpack_awq(stored["qzeros"][:, words])[:, :n].T
-        else:
-            code = unpack_words(stored["qweight"][:, low:high].T, bits, columns)
-            zero = unpack_words(stored["qzeros"][:, words], bits, n).T
-            if layout == "gptq":
-                zero = (zero + 1) & ((1 << bits) - 1)
-        return code, zero, scale.float()
-    if form.kind == "mxfp4":
-        packed = stored["blocks" if layout == "gpt_oss" else "weight_packed"][low:high].flatten(1)
-        return decode_e2m1(packed), None, decode_e8m0(stored[form.scale_name][low:high])
-    scale = _grid_rows(form, stored[form.scale_name], low, high).float()
-    if layout == "packed":
-        code = unpack_words(stored["weight_packed"][low:high], bits, columns)
-        if form.zero_points:
-            words = stored["weight_zero_point"].reshape(-1, scale.shape[1])
-            zero = unpack_words(words[low // per : -(-high // per)].T, bits, n).T
-        else:
-            zero = torch.full_like(scale, 1 << (bits - 1))
-        return code, zero, scale
-    if form.zero_points:
-        zero = _grid_rows(form, stored["weight_zero_point"], low, high)
-    return stored["weight"][low:high], zero, scale
-
-
-def _grid_rows(form: WeightFormat, grid: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Of a grid of values for blocks, those of the rows [low, high): [n, G]."""
-    rows = form.block[0]
-    if rows == 0:
-        return grid.reshape(1, -1).expand(high - low, -1)
-    if rows == 1:
-        return grid.reshape(grid.shape[0], -1)[low:high]
-    part = grid.reshape(-1, grid.shape[-1])[low // rows : -(-high // rows)]
-    start = low // rows * rows
-    return part.repeat_interleave(rows, 0)[low - start : high - start]

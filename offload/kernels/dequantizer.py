@@ -8,8 +8,8 @@ import torch
 
 from offload.kernels import structs
 from offload.kernels.call import Call, pointer
-from offload.kernels.dequantize import dequantise
-from offload.kernels.weight_format import WeightFormat
+from offload.kernels.dequantize_reference import dequantise_reference
+from offload.kernels.weight_format import SHAPE, Stored, WeightFormat
 
 OP = "dequantize"
 _ZERO_NAMES = ("weight_zero_point", "qzeros")
@@ -23,7 +23,7 @@ class Dequantize(Call):
     out: [N, K] of float32, float16 or bfloat16, columns contiguous; for experts of gpt-oss the
     weight is [E, K, N], and `out` its memory in the order [E, N, K]: a contiguous tensor of that
     shape, whose `transpose(1, 2)` is the weight. Computed in float32 and rounded once, to the
-    nearest: equal to `dequantise` bit for bit. `early` is programmatic dependent launch: only
+    nearest: equal to the reference bit for bit. `early` is programmatic dependent launch: only
     behind another kernel of this package, and only where the stored tensors are in place before
     that one ends. `variant`: 0 leaves the way to the library. What scales and indices hold is not
     looked at (`check_values` does).
@@ -55,13 +55,14 @@ class Dequantize(Call):
             )
         shape = (out.shape[0], out.shape[2], out.shape[1]) if experts else tuple(out.shape)
         try:
-            form.check_stored({n: (t.dtype, tuple(t.shape)) for n, t in stored.items()}, shape)
+            found: dict[str, Stored] = {n: (t.dtype, tuple(t.shape)) for n, t in stored.items()}
+            form.check_stored({SHAPE: (torch.int64, (2,)), **found}, shape)
         except ValueError as error:
             raise ValueError(f"{OP}: {error}") from None
         for name in form.stored(shape):
-            tensor = stored[name]
-            if name == "weight_shape":
+            if name == SHAPE:
                 continue
+            tensor = stored[name]
             if tensor.device != out.device:
                 raise ValueError(
                     f"{OP}: {name} must be on {out.device}, as out is, not on {tensor.device}"
@@ -87,7 +88,7 @@ class Dequantize(Call):
 
     def _reference(self) -> None:
         out = self._out.transpose(1, 2) if self._out.dim() == 3 else self._out
-        dequantise(self._form, self._stored, self._shape, out.dtype, out)
+        dequantise_reference(self._form, self._stored, out)
 
 
 def _arguments(

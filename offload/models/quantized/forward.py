@@ -5,59 +5,132 @@ while its module's forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from offload.checkpoint.lazy import Coded, Deferred, Expression, LazyTensor, Pieces
+from offload.checkpoint.lazy import Coded, LazyTensor
 from offload.models.modules import shared_parameters
 from offload.models.placeholder import Placeholder
+from offload.models.quantized.scratch import Scratch
+from offload.models.quantized.whole import Fill, WholeWeight, leaves_of, parts_of
+from offload.store.layout import align
 
-_STORED = "quantised_weights"  # where a module keeps its `WholeWeight`s
-
-
-@dataclass(frozen=True, slots=True)
-class WholeWeight:
-    """A weight of a module, and how it is made of the stored tensors that are the module's
-    parameters.
-    """
-
-    key: str  # the attribute that the module's forward reads
-    parts: tuple[str, ...]  # keys of `_parameters`
-    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    placeholder: nn.Parameter
-
-    def whole(self, module: nn.Module) -> nn.Parameter:
-        """The weight on the device of its parts, in memory of its own."""
-        parts = [module._parameters[part] for part in self.parts]
-        with torch.inference_mode(False), torch.no_grad():
-            value = self.make(parts)  # type: ignore[arg-type]
-            return nn.Parameter(value, requires_grad=self.placeholder.requires_grad)
+_STORED = "quantised_forward"  # where a module keeps its `QuantisedForward`
 
 
 class QuantisedForward:
-    """Stands in for a module's `forward`: its weights are made, used and let go."""
+    """Stands in for a module's `forward`: its weights are made, used, and overwritten by the next
+    module's.
 
-    def __init__(self, module: nn.Module, weights: Sequence[WholeWeight]) -> None:
+    Where they are made is the model's scratch, from the byte `base` on; the modules that this one
+    contains have theirs behind it.
+    """
+
+    def __init__(
+        self, module: nn.Module, weights: Sequence[WholeWeight], scratch: Scratch, base: int
+    ) -> None:
         functools.update_wrapper(self, module.forward)
+        self.weights = tuple(weights)
+        self.scratch = scratch
         self._forward = module.forward
         self._module = module
-        self._weights = tuple(weights)
+        self._base = base
+        self._end = base + room(weights)
+        self._made: dict[tuple[int, ...], _Made] = {}  # by the addresses of what is stored
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scratch = self.scratch
+        # A graph for gradients keeps the weight; and no two threads fill the same memory.
+        if torch.is_grad_enabled() or not scratch.lock.acquire(blocking=False):
+            return self._run_apart(args, kwargs)
+        top = scratch.top
+        try:
+            if top > self._base:  # in the middle of another module, which does not contain this one
+                return self._run_apart(args, kwargs)
+            scratch.top = self._end
+            parameters = self._module._parameters
+            parts = [parameters[part] for weight in self.weights for part in weight.parts]
+            key = tuple([part.data_ptr() for part in parts])  # type: ignore[union-attr]
+            made = self._made.get(key)
+            if made is None:
+                made = self._made[key] = self._make()
+            made.fill()
+            return self._run(made.parameters, args, kwargs)
+        finally:
+            scratch.top = top
+            scratch.lock.release()
+
+    def _run(self, values: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         # What stands in the object's own dict is found before parameters are looked for.
         holder = self._module.__dict__
         try:
-            for weight in self._weights:
-                holder[weight.key] = weight.whole(self._module)
+            for weight, value in zip(self.weights, values, strict=True):
+                holder[weight.key] = value
             return self._forward(*args, **kwargs)
         finally:
-            for weight in self._weights:
+            for weight in self.weights:
                 holder[weight.key] = weight.placeholder
+
+    def _run_apart(self, args: Any, kwargs: Any) -> Any:
+        """With weights in memory of their own."""
+        values = []
+        with torch.inference_mode(False), torch.no_grad():
+            for weight in self.weights:
+                value = weight.make([self._module._parameters[p] for p in weight.parts])  # type: ignore[misc]
+                values.append(nn.Parameter(value, weight.placeholder.requires_grad))
+        return self._run(values, args, kwargs)
+
+    def _make(self) -> _Made:
+        values, fills = [], []
+        at = self._base
+        device = torch.device("meta")
+        with torch.inference_mode(False), torch.no_grad():
+            for weight in self.weights:
+                # `data` keeps the memory that is stored in now, whatever the parameter becomes.
+                parts = [self._module._parameters[p].data for p in weight.parts]  # type: ignore[union-attr]
+                if any(part.is_meta for part in parts):
+                    weight.make(parts)  # which says what is not in its place
+                device = parts[0].device
+                like = weight.placeholder
+                out = self.scratch.view(at, like.shape, like.dtype, device)
+                fills.append(weight.filler(parts, out))
+                values.append(nn.Parameter(out, like.requires_grad))
+                at += align(weight.nbytes)
+        return _Made(values, fills, device, self.scratch)
+
+    def release(self) -> None:
+        """Let go of the memory of stored and whole weights."""
+        self._made.clear()
+        self.scratch.release()
+
+
+class _Made:
+    """The weights of a module whose stored tensors lie in one place, and what makes them."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        fills: Sequence[Fill],
+        device: torch.device,
+        scratch: Scratch,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._fills = tuple(fills)
+        self._device = device
+        self._scratch = scratch
+
+    def fill(self) -> None:
+        """Make them, on the current stream of their device."""
+        device = self._device
+        elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            stream = self._scratch.stream(device)
+            for fill in self._fills:
+                fill(stream)
 
 
 def keep_quantised(model: nn.Module) -> None:
@@ -67,21 +140,21 @@ def keep_quantised(model: nn.Module) -> None:
     A parameter that is more than a rearrangement of such weights stays as it is: it is computed
     once, as any other that loading changed.
     """
-    found: dict[int, tuple[nn.Module, list[WholeWeight]]] = {}
+    found: dict[int, list[WholeWeight]] = {}
     for shared in shared_parameters(model):
         if not isinstance(shared.tensor, LazyTensor):
             continue
-        leaves = _leaves(shared.tensor.expression)
+        expression = shared.tensor.expression
+        leaves = leaves_of(expression)
         if leaves is None or not any(isinstance(leaf, Coded) for leaf in leaves):
             continue
         stored: dict[str, nn.Parameter] = {}
         key = shared.bindings[0].key
         for i, leaf in enumerate(leaves):
             prefix = f"{key}_{i}_" if len(leaves) > 1 else "" if key == "weight" else f"{key}_"
-            for end, part in _parts(leaf):
+            for end, part in parts_of(leaf):
                 with torch.inference_mode(False):
                     stored[f"{prefix}{end}"] = nn.Parameter(part, requires_grad=False)
-        make = _maker(shared.tensor.expression, leaves)
         for b in shared.bindings:
             # The codes of some formats have the weight's own name.
             renamed = {(f"{b.key}_codes" if n == b.key else n): p for n, p in stored.items()}
@@ -89,107 +162,61 @@ def keep_quantised(model: nn.Module) -> None:
             del b.module._parameters[b.key]
             b.module._parameters.update(renamed)
             b.module.__dict__[b.key] = placeholder
-            weights = found.setdefault(id(b.module), (b.module, []))[1]
-            weights.append(WholeWeight(b.key, tuple(renamed), make, placeholder))
-    for module, weights in found.values():
-        module.__dict__[_STORED] = tuple(weights)
-        module.forward = QuantisedForward(module, weights)
+            weights = found.setdefault(id(b.module), [])
+            weights.append(WholeWeight(b.key, tuple(renamed), expression, placeholder))
+    scratch = Scratch()
+    bases = _bases(model, found)
+    for module in list(model.modules()):
+        if id(module) in found:
+            weights, base = found[id(module)], bases[id(module)]
+            scratch.need(base + room(weights), max(w.beside for w in weights))
+            forward = QuantisedForward(module, weights, scratch, base)
+            module.__dict__[_STORED] = module.forward = forward
+
+
+def room(weights: Sequence[WholeWeight]) -> int:
+    """Bytes of a module's weights, one behind the other."""
+    return sum(align(weight.nbytes) for weight in weights)
+
+
+def _bases(model: nn.Module, found: dict[int, list[WholeWeight]]) -> dict[int, int]:
+    """Where each module's weights begin: behind those of the modules that contain it."""
+    bases: dict[int, int] = {}
+
+    def visit(module: nn.Module, base: int) -> None:
+        if bases.get(id(module), -1) >= base:
+            return
+        bases[id(module)] = base
+        end = base + room(found.get(id(module), ()))
+        for child in module.children():
+            visit(child, end)
+
+    visit(model, 0)
+    return bases
+
+
+def quantised_forwards(model: nn.Module) -> Iterator[tuple[str, QuantisedForward]]:
+    """Every module whose weights are made where they are used, by its name."""
+    for name, module in model.named_modules():
+        forward = module.__dict__.get(_STORED)
+        if forward is not None:
+            yield name, forward
 
 
 def quantised_weights(model: nn.Module) -> Iterator[tuple[str, WholeWeight]]:
     """Every weight that is made where it is used, with its full name."""
-    for name, module in model.named_modules():
-        for weight in module.__dict__.get(_STORED, ()):
+    for name, forward in quantised_forwards(model):
+        for weight in forward.weights:
             yield f"{name}.{weight.key}" if name else weight.key, weight
 
 
 def scratch_bytes(model: nn.Module) -> int:
-    """Bytes that the weights of one module take while its forward runs; the most of any."""
-    return max(
-        (
-            sum(w.placeholder.nbytes for w in module.__dict__.get(_STORED, ()))
-            for module in model.modules()
-        ),
-        default=0,
-    )
+    """Bytes at most that weights of `model` that stand whole take at one time."""
+    scratches = {id(f.scratch): f.scratch for _, f in quantised_forwards(model)}
+    return sum(scratch.peak for scratch in scratches.values())
 
 
-def _leaves(expression: Expression) -> list[Coded | Pieces] | None:
-    """The stored tensors that an expression rearranges, once each; None where it does more."""
-    if isinstance(expression, (Coded, Pieces)):
-        return [expression]
-    if not isinstance(expression, Deferred) or expression.func not in _REARRANGING:
-        return None
-    found: list[Coded | Pieces] = []
-    for leaf in tree_leaves((expression.args, expression.kwargs)):
-        if isinstance(leaf, LazyTensor):
-            inner = _leaves(leaf.expression)
-            if inner is None:
-                return None
-            found += [x for x in inner if not any(x is y for y in found)]
-        elif isinstance(leaf, torch.Tensor):
-            return None
-    return found
-
-
-# They only move numbers or round them; the result of any other is worth keeping.
-_aten = torch.ops.aten
-_REARRANGING = {
-    torch.Tensor.to,
-    _aten.cat.default,
-    _aten.stack.default,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.permute.default,
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.slice.Tensor,
-    _aten.select.int,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.unbind.int,
-    _aten.clone.default,
-}
-
-
-def _parts(leaf: Coded | Pieces) -> Iterator[tuple[str, LazyTensor]]:
-    if isinstance(leaf, Coded):
-        yield from leaf.parts
-    else:
-        yield "plain", LazyTensor(leaf)
-
-
-def _maker(
-    expression: Expression, leaves: Sequence[Coded | Pieces]
-) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    """What makes the value of `expression` of the leaves' stored tensors, in their order."""
-
-    def make(stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        given = iter(stored)
-        values = []
-        for leaf in leaves:
-            parts = {end: next(given) for end, _ in _parts(leaf)}
-            values.append(
-                leaf.decode(parts, leaf.dtype) if isinstance(leaf, Coded) else parts["plain"]
-            )
-        return _evaluate(expression, leaves, values).contiguous()
-
-    return make
-
-
-def _evaluate(
-    expression: Expression, leaves: Sequence[Coded | Pieces], values: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    for leaf, value in zip(leaves, values, strict=True):
-        if expression is leaf:
-            return value
-    assert isinstance(expression, Deferred)
-    args, kwargs = tree_map_only(
-        LazyTensor,
-        lambda t: _evaluate(t.expression, leaves, values),
-        (expression.args, expression.kwargs),
-    )
-    result = expression.func(*args, **kwargs)
-    return result if expression.output is None else result[expression.output]
+def release_quantised(model: nn.Module) -> None:
+    """Let go of the memory of every weight that stood whole, and of what it was made of."""
+    for _, forward in quantised_forwards(model):
+        forward.release()

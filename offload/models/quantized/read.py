@@ -11,10 +11,11 @@ import torch
 
 from offload.checkpoint import Checkpoint
 from offload.checkpoint.extent import Extent
-from offload.checkpoint.lazy import Coded, LazyTensor
+from offload.checkpoint.lazy import LazyTensor
 from offload.errors import CheckpointError, UnsupportedError
-from offload.kernels.dequantize import check_values, dequantise
+from offload.kernels.dequantize import check_values
 from offload.kernels.weight_format import MX_GROUP, SHAPE, Stored, WeightFormat
+from offload.models.quantized.coded import stand_for
 from offload.models.quantized.methods import Method, read_method
 
 # Names that only parts of quantised weights, caches and activations have.
@@ -117,20 +118,6 @@ def _coded(
         dtype = scale if scale in (torch.float16, torch.bfloat16) else torch.bfloat16
     needed = [end for end in form.stored(shape, scale) if end != SHAPE]
     return stand_for(form, {end: LazyTensor.of(extents[end]) for end in needed}, shape, dtype)
-
-
-def stand_for(
-    form: WeightFormat,
-    parts: Mapping[str, LazyTensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> LazyTensor:
-    """The weight of `shape` that `parts`, by the ends of their names, are stored for."""
-
-    def decode(stored: Mapping[str, torch.Tensor], wanted: torch.dtype) -> torch.Tensor:
-        return dequantise(form, stored, shape, wanted)
-
-    return LazyTensor(Coded(tuple(parts.items()), decode, torch.Size(shape), dtype))
 
 
 def _shape(form: WeightFormat, extents: Mapping[str, Extent]) -> tuple[int, ...]:

@@ -1,0 +1,44 @@
+"""Lazy tensors that stored ones stand for, and how those are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from offload.checkpoint.lazy import Coded, LazyTensor
+from offload.kernels.dequantize import dequantise, dequantiser
+from offload.kernels.weight_format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Makes the weight of `shape` that is stored in `form`."""
+
+    form: WeightFormat
+    shape: tuple[int, ...]
+
+    def __call__(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return dequantise(self.form, stored, self.shape, dtype)
+
+    def filler(
+        self, stored: Mapping[str, torch.Tensor], out: torch.Tensor
+    ) -> Callable[[int], None]:
+        """Fills `out` with it, whenever it is called with the number of the current stream."""
+        return dequantiser(self.form, stored, out)
+
+    @property
+    def temporary(self) -> bool:
+        """Whether a GPU needs the weight's memory a second time to fill a contiguous `out`."""
+        return self.form.layout == "gpt_oss"
+
+
+def stand_for(
+    form: WeightFormat,
+    parts: Mapping[str, LazyTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> LazyTensor:
+    """The weight of `shape` that `parts`, by the ends of their names, are stored for."""
+    return LazyTensor(Coded(tuple(parts.items()), Decoder(form, shape), torch.Size(shape), dtype))
