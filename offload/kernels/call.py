@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from ctypes import Structure
 from typing import Any, ClassVar
@@ -51,6 +52,13 @@ class Call:
 def current_stream(device: torch.device) -> int:
     """The stream on which torch issues work for `device` now; 0 for a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def on_stream(device: torch.device, stream: int) -> contextlib.AbstractContextManager[Any]:
+    """Make torch issue its work on `stream`, where that is not what it does already."""
+    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -11,11 +10,12 @@ import torch
 
 from offload.kernels import reference, tuning
 from offload.kernels.activation import Activation, Kind
-from offload.kernels.call import Call, current_stream
+from offload.kernels.call import Call, current_stream, on_stream
+from offload.kernels.cublas_product import CublasProduct
 from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
-from offload.kernels.tuning import Choice, Key
+from offload.kernels.tuning import PIECES, SKINNY, Choice, Key
 from offload.kernels.workspace import Workspace
 
 OP = "linear"
@@ -50,9 +50,10 @@ class Linear(Call):
     `transposed`: the weight is [depth, outputs] (or 2 * outputs), as GPT-2 stores it. Up to 16 rows
     the way is looked up in a table that is measured on this machine when a shape is first seen
     (tens of milliseconds, and scratch of three times L2; not while a graph is captured); `choice`
-    forces it. More rows go to cuBLAS, with the rest in kernels around it. On a CPU the reference
-    runs. `launch(stream)` issues it, like a `Call`. Calls that share a workspace share what lies
-    between their kernels, so they run one after another.
+    forces it. More rows go to cuBLAS, whole or in pieces as `CublasProduct` finds out, with the
+    rest in kernels around it. On a CPU the reference runs. `launch(stream)` issues it, like a
+    `Call`. Calls that share a workspace share what lies between their kernels, so they run one
+    after another.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -86,7 +87,7 @@ class Linear(Call):
         workspace = workspace or Workspace(input.device)
         if choice is None:
             self.choice = choice = choose(asked)
-        elif choice.way != "cublas" and (transposed or asked.rows > MOST_ROWS):
+        elif choice.way in SKINNY and (transposed or asked.rows > MOST_ROWS):
             raise ValueError(
                 f"{OP}: only cublas multiplies a transposed weight or more than {MOST_ROWS} rows, "
                 f"not {choice.way!r}"
@@ -223,8 +224,8 @@ def _launches(
     asked: _Arguments, choice: Choice, workspace: Workspace
 ) -> tuple[Callable[[int], Any], ...]:
     """The kernels of `choice`, each a function of the stream."""
-    if choice.way == "cublas":
-        return _cublas(asked, workspace)
+    if choice.way not in SKINNY:
+        return _cublas(asked, choice if choice.way in PIECES else None, workspace)
     before: list[Callable[[int], Any]] = []
     input, norm, early = asked.input, asked.norm, asked.early
     if choice.way == "apart" and norm is not None:
@@ -278,8 +279,11 @@ class _Scratch:
             begin += length * _ALIGNMENT
 
 
-def _cublas(asked: _Arguments, workspace: Workspace) -> tuple[Callable[[int], Any], ...]:
-    """torch's product; a norm before it and what stands behind it in kernels of their own.
+def _cublas(
+    asked: _Arguments, choice: Choice | None, workspace: Workspace
+) -> tuple[Callable[[int], Any], ...]:
+    """torch's product, in the pieces of `choice`; a norm before it and what stands behind it in
+    kernels of their own.
 
     A bias goes with the product where nothing else follows; a residual sum that `out` already holds
     is what the product adds to.
@@ -318,24 +322,13 @@ def _cublas(asked: _Arguments, workspace: Workspace) -> tuple[Callable[[int], An
         launches.append(_norm(input, asked.norm, parts[at_norm].view(input.shape), asked.early))
         x = parts[at_norm]
     w = weight if asked.transposed else weight.t()
-    device = input.device
-
-    def product(target: torch.Tensor, added: torch.Tensor | None) -> None:
-        def launch(stream: int) -> None:
-            with on_stream(device, stream):
-                if added is None:
-                    torch.mm(x, w, out=target)
-                else:
-                    torch.addmm(added, x, w, out=target)
-
-        launches.append(launch)
-
     if simple:
-        product(flat_out, bias if residual is None else flat_out)
+        added = bias if residual is None else flat_out
+        launches.append(CublasProduct(x, w, flat_out, added, choice).launch)
         return tuple(launches)
 
     end = parts[at_end] if ends_elsewhere else flat_out
-    product(parts[at_product], None)
+    launches.append(CublasProduct(x, w, parts[at_product], choice=choice).launch)
     branch, branch_bias = parts[at_product], bias
     if acts:
         target = parts[at_activated] if residual is not None else end
@@ -373,10 +366,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
             target.copy_(source)
 
     return launch
-
-
-def on_stream(device: torch.device, stream: int) -> contextlib.AbstractContextManager[Any]:
-    """Make torch issue its work on `stream`, where that is not what it does already."""
-    if torch.cuda.current_stream(device).cuda_stream == stream:
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))

@@ -13,39 +13,47 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from offload.kernels.library import FILE
 
-WAYS = ("own", "apart", "cublas")
+Way = Literal["own", "apart", "cublas", "whole", "rows", "columns"]
+SKINNY = ("own", "apart")  # an own kernel, for few rows
+PIECES = ("whole", "rows", "columns")  # cuBLAS with many rows
+WAYS = get_args(Way)
 BUCKETS = (1, 2, 4, 8, 16)
 # Weights beyond what L2 holds, so that a measured product reads from HBM as a real one does.
 ROTATION_OF_L2 = 3
 REPEATS = 5
+TURNS = 5
+TURNS_SECONDS = 0.5
 
 log = logging.getLogger("offload")
 
 
 @dataclass(frozen=True)
 class Key:
-    """What decides between the ways. `rows` is a bucket of `BUCKETS`; the others say what stands
-    around the product: the kind of norm before it, an activation, a residual sum after it; `early`
-    whether it begins before the kernel ahead of it has ended."""
+    """What decides between the ways. `rows` is a bucket: of `BUCKETS`, or for many rows a power of
+    two. The others say what stands around the product: the kind of norm before it, an activation,
+    a residual sum after it; `early` whether it begins before the kernel ahead of it has ended. Of
+    many rows only `transposed` and `bias` count, as the rest is not part of the product there."""
 
     dtype: str
     outputs: int
     depth: int
     rows: int
-    gated: bool
-    norm: str
-    activation: bool
-    residual: bool
-    early: bool
+    gated: bool = False
+    norm: str = ""
+    activation: bool = False
+    residual: bool = False
+    early: bool = False
+    transposed: bool = False
+    bias: bool = False
 
     def __str__(self) -> str:
-        flags = ("gated", "norm", "activation", "residual", "early")
+        flags = ("gated", "norm", "activation", "residual", "early", "transposed", "bias")
         named = [
             f"{self.norm}_norm" if flag == "norm" else flag for flag in flags if getattr(self, flag)
         ]
@@ -58,9 +66,11 @@ class Key:
 class Choice:
     """ "own": all in one kernel (variant and splits as SkinnyGemm takes them); "apart": the same
     with the norm in a kernel before it; "cublas": torch's product, the rest in kernels around it.
+    Of torch's products with many rows: "whole", or in `splits` pieces of the "rows" or of the
+    outputs, "columns".
     """
 
-    way: Literal["own", "apart", "cublas"]
+    way: Way
     variant: int = 0
     splits: int = 0
     us: float | None = None  # as measured
@@ -79,6 +89,8 @@ class Choice:
         for time in (us, cublas_us):
             if time is not None and not isinstance(time, (int, float)):
                 raise ValueError(f"no time: {time!r}")
+        if entry["way"] in ("rows", "columns") and not splits:
+            raise ValueError(f"no pieces: {entry!r}")
         return cls(entry["way"], variant, splits, us, cublas_us)
 
 
@@ -142,14 +154,24 @@ class Table:
             )
 
     def won(self) -> tuple[int, int]:
-        """How many of the measured products an own kernel computes, and how many there are."""
-        own = sum(choice.way != "cublas" for choice in self._choices.values())
-        return own, len(self._choices)
+        """How many of the measured products of few rows an own kernel computes, and how many there
+        are."""
+        few = [
+            choice.way in SKINNY for choice in self._choices.values() if choice.way not in PIECES
+        ]
+        return sum(few), len(few)
+
+    def cut(self) -> tuple[int, int]:
+        """How many of the measured products of many rows run in pieces, and how many there are."""
+        many = [choice.way != "whole" for choice in self._choices.values() if choice.way in PIECES]
+        return sum(many), len(many)
 
     def __str__(self) -> str:
         own, measured = self.won()
         share = f" ({own / measured:.0%})" if measured else ""
-        return f"{own} of {measured} measured products{share} run on the own kernel, else cuBLAS"
+        text = f"{own} of {measured} measured products{share} run on the own kernel, else cuBLAS"
+        pieces, many = self.cut()
+        return f"{text}; {pieces} of {many} of many rows in pieces" if many else text
 
 
 @functools.cache
@@ -221,6 +243,39 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> floa
     return statistics.median(times[1:])
 
 
+def time_turns(
+    calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float = TURNS_SECONDS
+) -> list[float]:
+    """Median microseconds of each of `calls` on the current stream, for calls of milliseconds.
+
+    They take turns, so that clocks which fall meanwhile fall for all. Only as many of them are
+    tried as `seconds` allow for, should each take as long as the first, but that one always is.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def timed(call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        call()
+        end.record(stream)
+        return start, end
+
+    calls[0]()  # what runs for the first time is loaded first
+    start, end = timed(calls[0])
+    end.synchronize()
+    one = max(1e-6, start.elapsed_time(end) / 1e3)
+    tried = calls[: max(1, int(seconds / (2 * one)))]
+    for call in tried[1:]:
+        call()
+    rounds = min(TURNS, max(1, int(seconds / (len(tried) * one)) - 1))
+    events = [[timed(call) for call in tried] for _ in range(rounds)]
+    stream.synchronize()
+    return [
+        statistics.median(start.elapsed_time(end) * 1e3 for start, end in taken)
+        for taken in zip(*events, strict=True)
+    ]
+
+
 def pick(
     key: Key,
     device: torch.device,
@@ -258,7 +313,7 @@ def pick(
     if not timed:
         raise RuntimeError(f"no way to compute {key} works: {'; '.join(failed)}")
     us, best = min(timed, key=lambda entry: entry[0])
-    cublas = min((us for us, choice in timed if choice.way == "cublas"), default=None)
+    cublas = min((us for us, c in timed if c.way in ("cublas", "whole")), default=None)
     chosen = Choice(best.way, best.variant, best.splits, round(us, 2), cublas and round(cublas, 2))
     kept.keep(key, chosen)
     log.debug("%s: %s; %s", key, chosen, kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from pathlib import Path
@@ -14,7 +13,7 @@ from accuracy import DTYPES
 from machines import needs_gpu
 from products import allowed_error, exact_product, make
 
-from offload.kernels import Norm, linear, reference, tuning
+from offload.kernels import Norm, cublas_product, linear, reference, tuning
 from offload.kernels.call import current_stream
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
@@ -84,18 +83,28 @@ def test_on_a_cpu_it_is_the_reference(rows: int, is_transposed: bool) -> None:
 def test_kernels_around_torchs_product(
     machine: str, is_transposed: bool, fused: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cublas_product, "GRAIN", 16)
     where = "cuda" if machine == "cuda" else "reference"
-    for dtype, rows, pad in ((torch.bfloat16, 33, 0), (torch.float32, 3, 8)):
-        a = make(where, dtype=dtype, rows=rows, depth=40, outputs=24, pad=pad, **fused)
+    ways = {33: (Choice("cublas"),), 3: (Choice("cublas"),)}
+    ways[35] = (Choice("rows", splits=2), Choice("columns", splits=3))
+    for (dtype, rows, outputs, pad), choice in (
+        (shape, choice)
+        for shape in (
+            (torch.bfloat16, 33, 24, 0),
+            (torch.float32, 3, 24, 8),
+            (torch.bfloat16, 35, 37, 8),
+        )
+        for choice in ways[shape[1]]
+    ):
+        a = make(where, dtype=dtype, rows=rows, depth=40, outputs=outputs, pad=pad, **fused)
         exact, before = exact_product(a), a["out"].clone()
         asked = transposed(a) if is_transposed else a
         if machine == "cuda":
-            call: Any = Linear(**asked, choice=Choice("cublas"))
+            call: Any = Linear(**asked, choice=choice)
         else:
             # What torch.mm and the kernels' references make of the same steps.
-            monkeypatch.setattr(linear, "on_stream", lambda *_: contextlib.nullcontext())
             call = Linear(**asked)
-            call._launches = linear._cublas(call._arguments, Workspace("cpu"))
+            call._launches = linear._launches(call._arguments, choice, Workspace("cpu"))
         found = result(call, a, before)
         # PyTorch's own product of a transposed weight adds in another order.
         peer = {**a, "weight": asked["weight"].T} if is_transposed else a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def test_a_damaged_file_is_said_and_written_anew(file: Path, text: str) -> None:
         {"way": "own", "variant": "2"},
         {"way": "own", "splits": True},
         {"way": "own", "us": "fast"},
+        {"way": "rows"},
+        {"way": "columns", "splits": 0},
     ],
 )
 def test_entries_that_make_no_sense_are_left_out(file: Path, entry: Any) -> None:
@@ -144,6 +147,57 @@ def test_the_quickest_is_picked_once_and_kept(one_table: Table) -> None:
     assert Table("a GPU").get(KEY) == chosen
     assert one_table.won() == (1, 1)
     assert "1 of 1 measured products (100%)" in str(one_table)
+
+
+def test_products_of_many_rows_are_counted_apart(one_table: Table) -> None:
+    for rows, choice in ((2048, Choice("whole")), (4096, Choice("columns", splits=3)), (1, OWN)):
+        one_table.keep(Key("float16", 15360, 5120, rows), choice)
+    assert one_table.won() == (1, 1) and one_table.cut() == (1, 2)
+    assert str(one_table).endswith("; 1 of 2 of many rows in pieces")
+    assert Table("a GPU").cut() == (1, 2)
+
+
+def test_turns_are_taken_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0  # ms
+    asked: list[int] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = math.nan
+
+        def record(self, stream: Any) -> None:
+            self.at = now
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+    def call(i: int) -> Any:
+        def run() -> None:
+            nonlocal now
+            slow = 1.0 + 0.2 * len(asked)  # clocks fall
+            asked.append(i)
+            now += slow * (8.0, 7.0, 9.0)[i]
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    times = tuning.time_turns([call(0), call(1), call(2)], DEVICE)
+    assert times[1] < times[0] < times[2], "the first was timed on higher clocks"
+    assert asked == [0, 0, 1, 2, *(tuning.TURNS * [0, 1, 2])]
+
+    asked.clear()
+    begin = now
+    few = tuning.time_turns([call(0), call(1), call(2)], DEVICE, seconds=0.05)
+    assert len(few) == 2 and now - begin < 200
+    asked.clear()
+    assert len(tuning.time_turns([call(0), call(1)], DEVICE, seconds=1e-4)) == 1
 
 
 def test_what_fails_is_left_out(one_table: Table) -> None:

@@ -1,0 +1,154 @@
+"""A product by torch's library, whole or in pieces: of many rows, whichever is quickest here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from offload.kernels import tuning
+from offload.kernels.call import on_stream
+from offload.kernels.tuning import Choice, Key
+
+MEASURED_ROWS = 2048  # fewer are over too soon for another way to gain anything
+# What a piece of rows or columns has at least, and is a multiple of: no tile of cuBLAS is larger,
+# and pieces begin at addresses as even as the whole's.
+LEAST_PIECE = 2048
+GRAIN = 256
+ROW_PIECES = (2, 4, 8)
+COLUMN_PIECES = (2, 3, 4, 6)
+GAIN = 0.99  # of the whole's time: what is not below is noise
+WHOLE = Choice("whole")
+
+
+class CublasProduct:
+    """out = x @ w, or added + x @ w.
+
+    x: [rows, depth], w: [depth, outputs], out: [rows, outputs], views with rows at one stride (w
+    may be the transpose of one). added: [outputs], or `out` itself.
+
+    cuBLAS picks its kernel by a guess, and for some shapes that for a part is so much better that
+    several products of parts of the rows, or of the outputs, take less time than one. From 2048
+    rows on a GPU the way is therefore looked up in the table of `tuning`, for rows up to the next
+    power of two; where it is not there, the first launch measures it, on the product's own tensors
+    (half a second at most, on memory that is there already). `choice`
+    ("whole", "rows", "columns") forces it. Not measured, and whole, is what has few rows, what is
+    on a CPU, what adds to `out`, and what is captured in a graph before it was measured.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        out: torch.Tensor,
+        added: torch.Tensor | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        self._x, self._w, self._out, self._added = x, w, out, added
+        if choice is None and (not measurable(x) or added is out):
+            choice = WHOLE
+        self.choice = choice  # None: not looked up yet
+        self._calls = None if choice is None else self.calls(choice)
+
+    def launch(self, stream: int = 0) -> None:
+        """Issue the product on `stream` (a cudaStream_t as a number; the CPU has none)."""
+        with on_stream(self._x.device, stream):
+            for call in self._calls or self._look_up():
+                call()
+
+    def calls(self, choice: Choice) -> tuple[Callable[[], Any], ...]:
+        """torch's products, one a piece."""
+        if choice.way == "rows":
+            return tuple(self._piece(rows=part) for part in cut(self._out.shape[0], choice.splits))
+        if choice.way == "columns":
+            parts = cut(self._out.shape[1], choice.splits)
+            return tuple(self._piece(columns=part) for part in parts)
+        return (_product(self._x, self._w, self._out, self._added),)
+
+    def ways(self) -> tuple[Choice, ...]:
+        """The ways that may be quicker than the others, the whole first."""
+        ways: list[tuple[Literal["rows", "columns"], int, tuple[int, ...]]] = [
+            ("rows", self._out.shape[0], ROW_PIECES),
+            ("columns", self._out.shape[1], COLUMN_PIECES),
+        ]
+        return WHOLE, *(
+            Choice(way, splits=count)
+            for way, size, counts in ways
+            for count in counts
+            if size >= count * LEAST_PIECE
+        )
+
+    def _piece(self, rows: slice = slice(None), columns: slice = slice(None)) -> Callable[[], Any]:
+        out, added = self._out[rows, columns], self._added
+        if added is self._out:
+            added = out
+        elif added is not None:
+            added = added[columns]
+        return _product(self._x[rows], self._w[:, columns], out, added)
+
+    def _look_up(self) -> tuple[Callable[[], Any], ...]:
+        key, device = self._key(), self._x.device
+        if captured(device):
+            return self.calls(tuning.table(device.index or 0).get(key) or WHOLE)
+        times: dict[Choice, float] = {}
+
+        def candidates() -> tuple[Choice, ...]:
+            ways = self.ways()
+            found = tuning.time_turns([self._run(way) for way in ways], device)
+            times.update(zip(ways, found, strict=False))
+            worth = GAIN * times[WHOLE]
+            return tuple(way for way, us in times.items() if way == WHOLE or us < worth)
+
+        try:
+            self.choice = tuning.pick(key, device, candidates, times.__getitem__)
+        except torch.OutOfMemoryError:  # cuBLAS has scratch of its own
+            self.choice = WHOLE
+        self._calls = self.calls(self.choice)
+        return self._calls
+
+    def _run(self, choice: Choice) -> Callable[[], None]:
+        calls = self.calls(choice)
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
+
+    def _key(self) -> Key:
+        rows, outputs = self._out.shape
+        return Key(
+            dtype=str(self._x.dtype).removeprefix("torch."),
+            outputs=outputs,
+            depth=self._x.shape[1],
+            rows=1 << (rows - 1).bit_length(),
+            transposed=self._w.stride(1) == 1,
+            bias=self._added is not None,
+        )
+
+
+def _product(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None
+) -> Callable[[], Any]:
+    """torch's product: cuBLAS takes rows at one stride as they lie, those of `out` too, and adds to
+    `out` without a copy where `added` is the same tensor."""
+    if added is None:
+        return lambda: torch.mm(x, w, out=out)
+    return lambda: torch.addmm(added, x, w, out=out)
+
+
+def cut(size: int, count: int) -> list[slice]:
+    """`size` in `count` pieces, or fewer: multiples of `GRAIN`, less what the last one lacks."""
+    step = -(-size // (count * GRAIN)) * GRAIN
+    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
+
+
+def measurable(x: torch.Tensor) -> bool:
+    """Whether a product of these rows is worth a measurement."""
+    return x.device.type == "cuda" and x.shape[0] >= MEASURED_ROWS
+
+
+def captured(device: torch.device) -> bool:
+    """Whether what is issued now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
