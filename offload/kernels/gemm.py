@@ -32,7 +32,8 @@ class SkinnyGemm(Call):
     weights: 1 or 2) force a way to run; 0 leaves it to the library. `workspace`: scratch shared by
     the calls of one stream; without it the call has its own. `early` is programmatic dependent
     launch: only behind another kernel of this package on the same stream, and only where the weight
-    is in place before that one ends, since its loads begin before.
+    and the norm's weight and bias are in place before that one begins, since they are read before
+    it ends.
 
     SBI-GeMM of DeepSpeed Inference (arXiv:2207.00032). Raises ValueError or TypeError for arguments
     that do not fit, KernelError where the library refuses them.

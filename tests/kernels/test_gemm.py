@@ -142,6 +142,27 @@ def test_rows_far_from_what_a_norm_makes_of_them(
 
 
 @pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("rows", [6, 7, 8, 14, 15])
+def test_a_layer_norm_beside_as_many_rows_as_there_is_room_for(machine: str, rows: int) -> None:
+    """Its weight and bias take columns of the product's tiles, which have 8 or 16."""
+    a = make(machine, dtype=torch.bfloat16, rows=rows, depth=264, outputs=40, norm="layer")
+    assert problem(machine, a) is None
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_row_that_is_not_finite_spoils_no_other(machine: str, kind: str) -> None:
+    a = make(machine, dtype=torch.bfloat16, rows=3, depth=264, outputs=40, norm=kind)
+    gemm_machine.run(a, machine)
+    before = a["out"].clone()
+    assert torch.isfinite(before).all()
+    a["input"][2, 5] = math.inf
+    gemm_machine.run(a, machine)
+    assert torch.equal(a["out"][:2], before[:2])
+    assert not torch.isfinite(a["out"][2]).any()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_rows_of_zeros_and_of_equal_values(machine: str) -> None:
     for kind, value in (("rms", 0.0), ("layer", 0.0), ("layer", 3.0)):
         a = make(machine, dtype=torch.bfloat16, rows=2, depth=264, outputs=40, norm=kind)

@@ -478,11 +478,11 @@ Choice staged_kernel(const Variant& v, int base) {
     return staged<T, kColumns, 128, 512, kNormed>(base + 2);
 }
 
-// The kernel for a variant on `rows` rows, or none.
+// The kernel for a variant on `columns` rows and what of a norm lies beside them, or none.
 template <typename T>
-Choice half_kernel(const Variant& v, int rows, bool normed, int base) {
+Choice half_kernel(const Variant& v, int columns, bool normed, int base) {
     if (v.way != Way::kStaged) return {};
-    if (rows <= 8)
+    if (columns <= 8)
         return normed ? staged_kernel<T, 1, true>(v, base)
                       : staged_kernel<T, 1, false>(v, base + 3);
     return normed ? staged_kernel<T, 2, true>(v, base + 6)
@@ -519,7 +519,12 @@ bool takes_norm(const OffloadSkinnyGemm& a) {
     return a.norm.kind != OFFLOAD_NORM_NONE && input_is_wide(a) && aligned16(a.norm.weight) &&
            aligned16(a.norm.bias) &&
            (!offset || (a.norm.weight_offset == 1.f && a.norm.kind == OFFLOAD_NORM_RMS)) &&
-           (a.norm.kind == OFFLOAD_NORM_LAYER || !a.norm.bias);
+           (a.norm.kind == OFFLOAD_NORM_LAYER ? a.rows <= kMostRows - 2 : !a.norm.bias);
+}
+
+// Rows, and a layer norm's weight and bias where they are multiplied beside them.
+int columns_of(const OffloadSkinnyGemm& a) {
+    return a.rows + (takes_norm(a) && a.norm.kind == OFFLOAD_NORM_LAYER ? 2 : 0);
 }
 
 int fma_ring_bytes(const Variant& v) { return v.warps * v.stages * v.tile * (v.chunk_bytes + 16); }
@@ -528,8 +533,9 @@ Choice kernel_of(const Variant& v, const OffloadSkinnyGemm& a, const Device& dev
     Choice found;
     if (v.bulk && device.major < 9) return found;
     if (a.dtype == OFFLOAD_F32) found = float_kernel(v, a.rows);
-    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, takes_norm(a), 8);
-    if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, takes_norm(a), 20);
+    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, columns_of(a), takes_norm(a), 8);
+    if (a.dtype == OFFLOAD_BF16)
+        found = half_kernel<__nv_bfloat16>(v, columns_of(a), takes_norm(a), 20);
     if (found.kernel &&
         (v.warps * 32 > found.threads || v.chunk_bytes % (found.block * element_bytes(a)) != 0))
         found.kernel = nullptr;

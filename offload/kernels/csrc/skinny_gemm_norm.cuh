@@ -7,9 +7,9 @@
 //     W norm(x) = (W (gamma d) - mean(d) W gamma) / sqrt(var(d) + s^2 eps) + W beta
 //
 // (RMSNorm: m = 0, and neither means nor beta). gamma d is made where the product reads its
-// activations, rounded as a norm's own result would be; W gamma and W beta are two more columns of
-// the product, the sums of d and d^2 one more row and the diagonal of d times itself. The tensor
-// cores, which have nothing to do, do all of them.
+// activations, rounded as a norm's own result would be. W gamma and W beta are two more columns of
+// the product, and cost nothing: tiles have 8 or 16, so a layer norm of more than 14 rows is made
+// apart. The sums of d and d^2 are added up by the threads that copied x, once for all tiles.
 //
 // m is 0 or near the row's mean, so that no digits are lost in mean(d); a part of the row is enough
 // to know it: the mean of n of K elements is at most sqrt((K - n) / n) deviations off, and usually
@@ -89,19 +89,40 @@ __device__ __noinline__ void choose_row_scales(const OffloadSkinnyGemm& a, RowSc
     if (lane == 0) to[row] = {scale, shift};
 }
 
-// gamma d of 8 elements, and d itself, from x and the weight.
+// d of 8 elements.
 template <typename T>
-__device__ __forceinline__ uint4 scale_row(uint4& x, uint4 weight, uint32_t scale, uint32_t shift,
+__device__ __forceinline__ uint4 shift_row(uint4 x, uint32_t scale, uint32_t shift) {
+    return make_uint4(
+        multiply_add_pair(x.x, scale, shift, T()), multiply_add_pair(x.y, scale, shift, T()),
+        multiply_add_pair(x.z, scale, shift, T()), multiply_add_pair(x.w, scale, shift, T()));
+}
+
+// gamma d of 8 elements.
+template <typename T>
+__device__ __forceinline__ uint4 scale_row(uint4 x, uint4 weight, uint32_t scale, uint32_t shift,
                                            uint32_t offset_mask) {
-    x.x = multiply_add_pair(x.x, scale, shift, T());
-    x.y = multiply_add_pair(x.y, scale, shift, T());
-    x.z = multiply_add_pair(x.z, scale, shift, T());
-    x.w = multiply_add_pair(x.w, scale, shift, T());
+    const uint4 d = shift_row<T>(x, scale, shift);
     // d * weight + d, where an offset of 1 belongs to the weight, is rounded once.
-    return make_uint4(multiply_add_pair(x.x, weight.x, x.x & offset_mask, T()),
-                      multiply_add_pair(x.y, weight.y, x.y & offset_mask, T()),
-                      multiply_add_pair(x.z, weight.z, x.z & offset_mask, T()),
-                      multiply_add_pair(x.w, weight.w, x.w & offset_mask, T()));
+    return make_uint4(multiply_add_pair(d.x, weight.x, d.x & offset_mask, T()),
+                      multiply_add_pair(d.y, weight.y, d.y & offset_mask, T()),
+                      multiply_add_pair(d.z, weight.z, d.z & offset_mask, T()),
+                      multiply_add_pair(d.w, weight.w, d.w & offset_mask, T()));
+}
+
+// Adds d and d^2 of 8 elements to a row's sums.
+template <typename T>
+__device__ __forceinline__ void add_row(uint4 x, uint32_t scale, uint32_t shift, float& sum,
+                                        float& square) {
+    float d[8];
+    unpack(shift_row<T>(x, scale, shift), d, T());
+    float sums[2] = {}, squares[2] = {};  // additions to one sum wait for each other
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        sums[i % 2] += d[i];
+        squares[i % 2] = fmaf(d[i], d[i], squares[i % 2]);
+    }
+    sum += sums[0] + sums[1];
+    square += squares[0] + squares[1];
 }
 
 // What a row's sums are divided by and taken from.

@@ -34,6 +34,7 @@ struct StagedShape {
     static constexpr int kSteps = kChunkBytes / 64;  // of 32 elements
     static constexpr int kOwnSteps = kSteps / kParts;
     static constexpr int kPieces = kChunkBytes / 16;  // of a row
+    static constexpr int kWarpsOfRow = kPieces / 32;  // that copy it
     static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
     static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
     static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
@@ -41,6 +42,7 @@ struct StagedShape {
     static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
     static_assert(kTeams >= 1 && kParts * kTeams == kWarps, "whole groups");
     static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
+    static_assert(kWarpsOfRow * 32 == kPieces && kWarpsOfRow <= kParts, "whole warps");
 };
 
 // A block's outputs, tile by tile and chunk by chunk. The chunks of a tile are `count` from
@@ -83,7 +85,7 @@ struct StagedWalk {
 };
 
 template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
-__global__ void __launch_bounds__(kStagedThreads)
+__global__ void __launch_bounds__(kStagedThreads, 1)
     staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
                        float*) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
@@ -143,6 +145,10 @@ __global__ void __launch_bounds__(kStagedThreads)
             wanted |= static_cast<uint32_t>(there) << n;
         }
     };
+    // The norm's weight and bias lie as rows behind the activations.
+    const unsigned char* norm_from = nullptr;
+    if (kNormed && copy_row < 2)
+        norm_from = static_cast<const unsigned char*>(copy_row ? a.norm.bias : a.norm.weight);
     auto fetch_weights = [&](int stage_at) {
         const uint32_t to = copy_to + stage_at;
         const int skip = (first_chunk + ahead.at) * kChunkBytes;
@@ -162,16 +168,17 @@ __global__ void __launch_bounds__(kStagedThreads)
                         there ? from + n % 2 * short_step + n / 2 * long_step : a.weight, there,
                         policy);
         }
+        if (norm_from) {
+            const bool there = skip + copy_piece * 16 < depth_bytes;
+            copy_async16_or_zero(to + p.norm_at,
+                                 there ? norm_from + copy_piece * 16 + skip : a.weight, there);
+        }
     };
-    // Activations, and the norm's weight and bias as rows behind them.
     const unsigned char* const input_from =
         static_cast<const unsigned char*>(a.input) +
         copy_row * a.input_stride * static_cast<int64_t>(sizeof(T)) + copy_piece * 16;
     const int64_t input_step =
         Shape::kRowsAtOnce * a.input_stride * static_cast<int64_t>(sizeof(T));
-    const unsigned char* norm_from = nullptr;
-    if (kNormed && copy_row < 2)
-        norm_from = static_cast<const unsigned char*>(copy_row ? a.norm.bias : a.norm.weight);
     auto fetch_inputs = [&](int stage_at, int chunk) {
         const uint32_t to = copy_to + stage_at + p.inputs_at;
         const int skip = (first_chunk + chunk) * kChunkBytes;
@@ -181,9 +188,6 @@ __global__ void __launch_bounds__(kStagedThreads)
             if (copy_row + n * Shape::kRowsAtOnce < a.rows)
                 copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
                                      there ? input_from + n * input_step + skip : a.input, there);
-        if (norm_from)
-            copy_async16_or_zero(copy_to + stage_at + p.norm_at,
-                                 there ? norm_from + copy_piece * 16 + skip : a.weight, there);
     };
     auto advance = [&] {
         ahead.advance(chunks);
@@ -197,6 +201,17 @@ __global__ void __launch_bounds__(kStagedThreads)
         fetch_weights(begun * p.stage_bytes);
         advance();
     }
+    const bool layer = kNormed && a.norm.kind == OFFLOAD_NORM_LAYER;
+    const int norm_rows = layer ? 2 : 0;
+    const uint32_t offset_mask = a.norm.weight_offset != 0.f ? ~0u : 0u;
+    // Rows of a norm that has neither weight nor bias: they stay, whatever the chunk.
+    if (kNormed && copy_row < (layer ? 2 : 1) && !norm_from) {
+        const uint32_t x = copy_row == 0 && !offset_mask ? Late<T>::kOnes : 0u;
+        for (int s = 0; s < p.stages; ++s)
+            *reinterpret_cast<uint4*>(
+                shared + p.ring_at + s * p.stage_bytes + p.norm_at + copy_row * kChunkBytes +
+                (copy_piece ^ (copy_row & 1) << 2) * 16) = make_uint4(x, x, x, x);
+    }
     wait_for_previous_kernel();
     for (int s = 0, chunk = turn; s + 1 < p.stages; ++s) {
         if (s < begun) fetch_inputs(s * p.stage_bytes, chunk);
@@ -207,55 +222,73 @@ __global__ void __launch_bounds__(kStagedThreads)
     const int pair = warp % Shape::kTeams, part = warp / Shape::kTeams;
     const int group = pair * Shape::kOwnGroups;
     const int row = lane / 4, swap = (row & 1) << 2;
+    RowScale* const row_scales = reinterpret_cast<RowScale*>(shared);
+    if (kNormed) {
+        if (needs_row_scales<T>(a.norm)) {
+            choose_row_scales<T>(a, row_scales);
+            __syncthreads();
+        } else if (threadIdx.x < kMostRows) {
+            row_scales[threadIdx.x] = {1.f, 0.f};  // read at a tile's end
+        }
+    }
+    auto row_scale = [&](int r) {
+        return needs_row_scales<T>(a.norm) ? row_scales[r] : RowScale{1.f, 0.f};
+    };
+
     // Everything that a step's addresses have in common with those of other chunks.
     const int ring_at = p.ring_at;
     const unsigned char* const weights = shared + ring_at + (group * 16 + row) * kChunkBytes;
     int place[Shape::kOwnSteps], input_place[Shape::kOwnSteps][kColumns];
-#pragma unroll
-    for (int own = 0; own < Shape::kOwnSteps; ++own) {
-        const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
-        place[own] = (piece ^ swap) * 16;
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-            // Past the last row it is that one: nobody looks at its sums.
-            const int r = min(c * 8 + row, a.rows - 1);
-            input_place[own][c] =
-                ring_at + p.inputs_at + r * kChunkBytes + (piece ^ (r & 1) << 2) * 16;
-        }
-    }
-
-    const bool layer = kNormed && a.norm.kind == OFFLOAD_NORM_LAYER;
-    const uint32_t offset_mask = a.norm.weight_offset != 0.f ? ~0u : 0u;
-    RowScale* const row_scales = reinterpret_cast<RowScale*>(shared);
+    int norm_place[Shape::kOwnSteps][kColumns];
     uint32_t scales[kColumns], shifts[kColumns];
-    if (kNormed) {
-        // Rows of a norm that has neither weight nor bias: they stay, whatever the chunk.
-        if (copy_row < (layer ? 2 : 1) && !norm_from) {
-            const uint32_t x = copy_row == 0 && !offset_mask ? Late<T>::kOnes : 0u;
-            for (int s = 0; s < p.stages; ++s)
-                *reinterpret_cast<uint4*>(
-                    shared + ring_at + s * p.stage_bytes + p.norm_at + copy_row * kChunkBytes +
-                    (copy_piece ^ (copy_row & 1) << 2) * 16) = make_uint4(x, x, x, x);
-        }
-        if (needs_row_scales<T>(a.norm))
-            choose_row_scales<T>(a, row_scales);
-        else if (threadIdx.x < kMostRows)
-            row_scales[threadIdx.x] = {1.f, 0.f};
-        __syncthreads();
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-            const RowScale by = row_scales[min(c * 8 + row, a.rows - 1)];
+    for (int c = 0; c < kColumns; ++c) {
+        // Past the last row it is that one: nobody looks at its sums.
+        const int column = c * 8 + row, r = min(column, a.rows - 1);
+        // But the first two columns there have a layer norm's weight and bias, as 0 x + 1 times
+        // these. The x is of the same place: no row may spoil another's sums with 0 times infinity.
+        const int extra = column - a.rows;
+        const bool is_norm = extra >= 0 && extra < norm_rows;
+        const int norm_row = is_norm ? extra : 0;
+#pragma unroll
+        for (int own = 0; own < Shape::kOwnSteps; ++own) {
+            const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
+            place[own] = (piece ^ swap) * 16;
+            const int norm_at =
+                ring_at + p.norm_at + norm_row * kChunkBytes + (piece ^ norm_row << 2) * 16;
+            norm_place[own][c] = norm_at;
+            input_place[own][c] =
+                is_norm ? norm_at
+                        : ring_at + p.inputs_at + r * kChunkBytes + (piece ^ (r & 1) << 2) * 16;
+        }
+        if (kNormed) {
+            const RowScale by = is_norm ? RowScale{0.f, 1.f} : row_scale(r);
             scales[c] = pair_of<T>(by.scale);
             shifts[c] = pair_of<T>(by.shift);
         }
     }
 
+    // What the rows sum up to: each thread, of the activations that it copies, while it is at the
+    // block's first tile.
+    float row_sum[Shape::kInputCopies] = {}, row_square[Shape::kInputCopies] = {};
+    auto add_rows = [&](int stage_at, int skip) {
+        if (skip + copy_piece * 16 >= depth_bytes) return;
+#pragma unroll
+        for (int n = 0; n < Shape::kInputCopies; ++n) {
+            const int r = copy_row + n * Shape::kRowsAtOnce;
+            if (r >= a.rows) break;
+            const RowScale by = row_scale(r);
+            add_row<T>(
+                *reinterpret_cast<const uint4*>(shared + ring_at + stage_at + p.inputs_at +
+                                                r * kChunkBytes + (copy_piece ^ (r & 1) << 2) * 16),
+                pair_of<T>(by.scale), pair_of<T>(by.shift), row_sum[n], row_square[n]);
+        }
+    };
+
     constexpr int kSets = kColumns == 1 ? 2 : 1;  // products that add to the same sums wait
     float sums[kSets][Shape::kOwnGroups][kColumns][4] = {};
-    float norm_sums[Shape::kOwnGroups][4] = {};  // W gamma, W beta
-    float row_sums[kColumns][4] = {};            // of d times itself, and of d
-    int next_group = 0;                          // how far behind this one it lies
-    auto multiply = [&](int stage_at, int skip) {
+    int next_group = 0;  // how far behind this one it lies
+    auto multiply = [&](int stage_at) {
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
             uint4 low[Shape::kOwnGroups], high[Shape::kOwnGroups];
@@ -265,38 +298,13 @@ __global__ void __launch_bounds__(kStagedThreads)
                 low[g] = *reinterpret_cast<const uint4*>(from);
                 high[g] = *reinterpret_cast<const uint4*>(from + 8 * kChunkBytes);
             }
-            uint4 weight;
-            bool there = true;
-            if constexpr (kNormed) {
-                const int byte = (part * Shape::kOwnSteps + own) * 64 + lane % 4 * 16;
-                const unsigned char* from = shared + ring_at + stage_at + p.norm_at;
-                weight = *reinterpret_cast<const uint4*>(from + byte);
-                there = skip + byte < depth_bytes;
-                if (layer) {
-                    uint4 both = weight;  // column 0: the norm's weight, column 1: its bias
-                    if (row == 1)
-                        both = *reinterpret_cast<const uint4*>(from + kChunkBytes + (byte ^ 64));
-#pragma unroll
-                    for (int g = 0; g < Shape::kOwnGroups; ++g) {
-                        multiply_tile(norm_sums[g], low[g].x, high[g].x, low[g].y, high[g].y,
-                                      both.x, both.y, T());
-                        multiply_tile(norm_sums[g], low[g].z, high[g].z, low[g].w, high[g].w,
-                                      both.z, both.w, T());
-                    }
-                }
-            }
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
                 uint4 x = *reinterpret_cast<const uint4*>(shared + input_place[own][c] + stage_at);
-                if constexpr (kNormed) {
-                    // Behind the depth d is 0 too, for the sums of it.
-                    uint4 d = x;
-                    x = scale_row<T>(d, weight, there ? scales[c] : 0u, there ? shifts[c] : 0u,
-                                     offset_mask);
-                    constexpr uint32_t kOnes = Late<T>::kOnes;
-                    multiply_tile(row_sums[c], d.x, kOnes, d.y, kOnes, d.x, d.y, T());
-                    multiply_tile(row_sums[c], d.z, kOnes, d.w, kOnes, d.z, d.w, T());
-                }
+                if constexpr (kNormed)
+                    x = scale_row<T>(
+                        x, *reinterpret_cast<const uint4*>(shared + norm_place[own][c] + stage_at),
+                        scales[c], shifts[c], offset_mask);
 #pragma unroll
                 for (int g = 0; g < Shape::kOwnGroups; ++g) {
                     multiply_tile(sums[0][g][c], low[g].x, high[g].x, low[g].y, high[g].y, x.x, x.y,
@@ -343,16 +351,17 @@ __global__ void __launch_bounds__(kStagedThreads)
                 advance();
             }
             commit_copies();
-            if (group < groups) multiply(stage_at, (first_chunk + chunk) * kChunkBytes);
+            if (group < groups) multiply(stage_at);
+            if (kNormed && tile == 0) add_rows(stage_at, (first_chunk + chunk) * kChunkBytes);
             if (++chunk == chunks) chunk = 0;
             free_at = stage_at;
             stage_at += p.stage_bytes;
             if (stage_at == p.stages * p.stage_bytes) stage_at = 0;
         }
 
-        // A row of sums for each of the activations, then those of the norm's weight and bias, then
-        // what rows sum up to: of every part of the depth, in the stage that all have read.
-        const int norm_rows = layer ? 2 : 0;
+        // A row of sums for each of the activations, then those of the norm's weight and bias: of
+        // every part of the depth, in the stage that all have read. Then what rows sum up to, of
+        // every warp that has copied a part of one.
         const int row_sums_at = (a.rows + norm_rows) * p.sum_pitch;
         const int values = row_sums_at + (kNormed ? 2 * kMostRows : 0);
         float* const left = reinterpret_cast<float*>(shared + ring_at + free_at);
@@ -370,38 +379,40 @@ __global__ void __launch_bounds__(kStagedThreads)
                             const int r = c * 8 + lane % 4 * 2 + i % 2;
                             float x = sums[0][g][c][i];
                             if (kSets > 1) x += sums[kSets - 1][g][c][i];
-                            if (r < a.rows) to[r * p.sum_pitch + i / 2 * 8] = x;
+                            if (r < a.rows + norm_rows) to[r * p.sum_pitch + i / 2 * 8] = x;
                         }
-                    if (norm_rows && lane % 4 == 0)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            to[(a.rows + i % 2) * p.sum_pitch + i / 2 * 8] = norm_sums[g][i];
                 }
             }
-            if (kNormed && group == 0)
-#pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
-                    float* const to = mine + row_sums_at + c * 8;
-                    if (lane % 4 == row / 2) to[kMostRows + row] = row_sums[c][row % 2];
-                    if (row == 0) {
-                        to[lane % 4 * 2] = row_sums[c][2];
-                        to[lane % 4 * 2 + 1] = row_sums[c][3];
-                    }
-                }
         }
+        if (kNormed)
+#pragma unroll
+            for (int n = 0; n < Shape::kInputCopies; ++n) {
+                if (tile == 0) {
+                    row_sum[n] = warp_sum(row_sum[n]);
+                    row_square[n] = warp_sum(row_square[n]);
+                }
+                const int r = copy_row + n * Shape::kRowsAtOnce;
+                if (lane == 0 && r < a.rows) {
+                    float* const to = left + copy_piece / 32 * values + row_sums_at + r;
+                    to[0] = row_sum[n];
+                    to[kMostRows] = row_square[n];
+                }
+            }
 #pragma unroll
         for (int i = 0; i < Shape::kOwnGroups * kColumns * 4 * kSets; ++i)
             (&sums[0][0][0][0])[i] = 0.f;
-#pragma unroll
-        for (int i = 0; i < Shape::kOwnGroups * 4; ++i) (&norm_sums[0][0])[i] = 0.f;
-#pragma unroll
-        for (int i = 0; i < kColumns * 4; ++i) (&row_sums[0][0])[i] = 0.f;
         __syncthreads();
         float* const others = reinterpret_cast<float*>(shared + p.sums_at) + tile % 2 * values;
         for (int i = threadIdx.x; i < values; i += kStagedThreads) {
             float x = left[i];
+            if (i < row_sums_at) {
 #pragma unroll
-            for (int other = 1; other < Shape::kParts; ++other) x += left[other * values + i];
+                for (int other = 1; other < Shape::kParts; ++other) x += left[other * values + i];
+            } else {
+#pragma unroll
+                for (int other = 1; other < Shape::kWarpsOfRow; ++other)
+                    x += left[other * values + i];
+            }
             left[i] = x;
         }
 #ifdef OFFLOAD_HAS_CLUSTERS
