@@ -66,19 +66,6 @@ class CublasProduct:
             return tuple(self._piece(columns=part) for part in parts)
         return (_product(self._x, self._w, self._out, self._added),)
 
-    def ways(self) -> tuple[Choice, ...]:
-        """The ways that may be quicker than the others, the whole first."""
-        ways: list[tuple[Literal["rows", "columns"], int, tuple[int, ...]]] = [
-            ("rows", self._out.shape[0], ROW_PIECES),
-            ("columns", self._out.shape[1], COLUMN_PIECES),
-        ]
-        return WHOLE, *(
-            Choice(way, splits=count)
-            for way, size, counts in ways
-            for count in counts
-            if size >= count * LEAST_PIECE
-        )
-
     def _piece(self, rows: slice = slice(None), columns: slice = slice(None)) -> Callable[[], Any]:
         out, added = self._out[rows, columns], self._added
         if added is self._out:
@@ -94,9 +81,9 @@ class CublasProduct:
         times: dict[Choice, float] = {}
 
         def candidates() -> tuple[Choice, ...]:
-            ways = self.ways()
-            found = tuning.time_turns([self._run(way) for way in ways], device)
-            times.update(zip(ways, found, strict=False))
+            tried = ways(*self._out.shape)
+            found = tuning.time_turns([self._run(way) for way in tried], device)
+            times.update(zip(tried, found, strict=False))
             worth = GAIN * times[WHOLE]
             return tuple(way for way, us in times.items() if way == WHOLE or us < worth)
 
@@ -136,6 +123,20 @@ def _product(
     if added is None:
         return lambda: torch.mm(x, w, out=out)
     return lambda: torch.addmm(added, x, w, out=out)
+
+
+def ways(rows: int, outputs: int) -> tuple[Choice, ...]:
+    """The ways that may be quicker than the others, the whole first."""
+    sides: list[tuple[Literal["rows", "columns"], int, tuple[int, ...]]] = [
+        ("rows", rows, ROW_PIECES),
+        ("columns", outputs, COLUMN_PIECES),
+    ]
+    return WHOLE, *(
+        Choice(way, splits=count)
+        for way, size, counts in sides
+        for count in counts
+        if size >= count * LEAST_PIECE
+    )
 
 
 def cut(size: int, count: int) -> list[slice]:
