@@ -22,6 +22,7 @@ LAUNCHERS = {
     "offload_skinny_gemm": structs.SkinnyGemmStruct,
     "offload_dequantize": structs.DequantizeStruct,
     "offload_quant_gemm": structs.QuantGemmStruct,
+    "offload_step_inputs": structs.StepInputsStruct,
 }
 # Questions about a call: its arguments -> a number, below zero where they are refused.
 QUERIES = {

@@ -232,6 +232,29 @@ class QuantGemmStruct(Structure):
 
 
 # In the order of offload_struct_size().
+class StepInputsStruct(Structure):
+    """Arguments of offload_step_inputs."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("mask", c_void_p),
+        ("start", c_void_p),
+        ("ids_out", c_void_p),
+        ("positions_out", c_void_p),
+        ("as_expected", c_void_p),
+        ("past", c_int64),
+        ("ids_stride", c_int64),
+        ("positions_stride", c_int64),
+        ("mask_row_stride", c_int64),
+        ("mask_column_stride", c_int64),
+        ("batch", c_int32),
+        ("columns", c_int32),
+        ("mask_bytes", c_int32),
+        ("mask_floating", c_int32),
+    )
+
+
 ALL = (
     NormStruct,
     ResidualNormStruct,
@@ -241,4 +264,5 @@ ALL = (
     SkinnyGemmStruct,
     DequantizeStruct,
     QuantGemmStruct,
+    StepInputsStruct,
 )

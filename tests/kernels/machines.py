@@ -27,7 +27,7 @@ ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "offload" / "kernels" / "csrc"
 # The kernels that need nothing but loads, barriers and shuffles.
-HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append")
+HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append", "step_inputs")
 
 needs_gpu = [
     pytest.mark.gpu,

@@ -56,9 +56,7 @@ typedef struct {
     int32_t dtype;
     int32_t launch_early;  // programmatic dependent launch: only behind a kernel of this library on
                            // the same stream
-    int32_t packs_per_thread;  // 0: chosen by the library; 1 to 4, of 16 bytes, 10 to write what
-                               // leaves L2 first, and 100 for each MiB that rows are asked for
-                               // ahead
+    int32_t packs_per_thread;  // of 16 bytes, 1 to 4; 0: chosen by the library
 } OffloadResidualNorm;
 
 // Splits rows of QKV products, adds their bias, normalises heads (q_norm, k_norm: over head_dim),
@@ -95,8 +93,7 @@ typedef struct {
     int32_t interleaved;  // 1: pairs (2i, 2i + 1), as GPT-J; 0: halves (i, i + rotary_dim / 2)
     int32_t dtype;
     int32_t launch_early;
-    int32_t variant;  // 0: chosen by the library; the most heads of a thread, 1 to 8, 10 to write
-                      // what leaves L2 first, and 100 for each MiB that rows are asked for ahead
+    int32_t variant;  // the most heads of a thread, 1 to 8; 0: chosen by the library
 } OffloadRotaryAppend;
 
 // output = act(input + bias), or with a gate act(gate + bias) * (up + bias), where a row of input
@@ -259,6 +256,25 @@ typedef struct {
     int32_t launch_early;  // the weight must be in place before the kernel ahead ends
 } OffloadQuantGemm;
 
+// A decode step's arguments, taken to places that stay, and its mask held against what is expected:
+// nonzero from start[b] on, and zero before.
+typedef struct {
+    const int64_t* ids;        // row b's at b * ids_stride
+    const int64_t* positions;  // row b's at b * positions_stride; null: `past` for all rows
+    const void* mask;  // element (b, j) at b * mask_row_stride + j * mask_column_stride; null: not
+                       // looked at
+    const int32_t* start;    // [batch]; null: 0
+    int64_t* ids_out;        // [batch]
+    int64_t* positions_out;  // [batch]
+    uint8_t* as_expected;    // set to 0 where the mask is not, else left alone; host memory that
+                             // the device sees will do
+    int64_t past;
+    int64_t ids_stride, positions_stride, mask_row_stride, mask_column_stride;
+    int32_t batch, columns;
+    int32_t mask_bytes;     // of an element: 1, 2, 4 or 8
+    int32_t mask_floating;  // whether a sign alone is zero
+} OffloadStepInputs;
+
 int offload_residual_norm(const OffloadResidualNorm* arguments, void* stream);
 int offload_rotary_append(const OffloadRotaryAppend* arguments, void* stream);
 int offload_activation(const OffloadActivation* arguments, void* stream);
@@ -266,6 +282,7 @@ int offload_decode_attention(const OffloadDecodeAttention* arguments, void* stre
 int offload_skinny_gemm(const OffloadSkinnyGemm* arguments, void* stream);
 int offload_dequantize(const OffloadDequantize* arguments, void* stream);
 int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stream);
+int offload_step_inputs(const OffloadStepInputs* arguments, void* stream);
 
 // Bytes of workspace that a call with these arguments uses (of its pointers, only the alignment of
 // the tensors counts); below zero: refused.
