@@ -41,6 +41,9 @@ class Ahead:
         # Not those of a weight that comes and goes.
         self._tensors = self._tensors if self.repeatable else []
         self._addresses = [t.data_ptr() for t in self._tensors]
+        # What was captured may be replayed once more before anybody finds that it has changed: its
+        # memory stays, also where a parameter's data are swapped.
+        self._memory = [t.detach() for t in self._tensors]
 
     def changed(self) -> bool:
         """Whether the user put in something else since; asked only where that matters."""
@@ -65,7 +68,7 @@ class Ahead:
         return self._spec.embed(self._holder, embeddings, positions)
 
     def angles(self, positions: torch.Tensor) -> dict[str, Angles]:
-        """Every rotary table at int64 positions [1 or batch, tokens]."""
+        """Every rotary table at int64 positions [1 or batch, tokens], with any strides."""
         spec = self._spec
         return {table: spec.angles(self._holder, positions, table) for table in spec.tables}
 

@@ -14,6 +14,7 @@ from offload.kernels.call import Call, current_stream
 from offload.kernels.linear import Linear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
+from offload.kernels.step_inputs import StepInputs
 from offload.kernels.workspace import Workspace
 from offload.models.decode_graph import LaunchGraph
 from offload.models.entry import Entry
@@ -52,8 +53,9 @@ class DecodeSession:
         first = self._keys[0]
         self.batch, self.device, self._dtype = first.shape[0], first.device, first.dtype
         self.capacity = min(keys.shape[2] for keys in self._keys)
-        self.padding: Padding | None = None  # of the step before
-        self.check = PaddingCheck(None, self.capacity, self.device)  # of that padding
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         self._calls: dict[tuple[int, int | None], list[Call]] = {}
         self._last_norm: ResidualNorm | None = None
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
@@ -65,6 +67,7 @@ class DecodeSession:
                 for slopes in {layer.slopes for layer in spec.layers}
                 if slopes is not None
             }
+        self._expect(None)
 
     @property
     def padded(self) -> bool:
@@ -86,8 +89,32 @@ class DecodeSession:
             return
         if self._start is not None and padding is not None:
             self._start.copy_(padding.start)
-        self.padding = padding
-        self.check = PaddingCheck(padding, self.capacity, self.device)
+        self._expect(padding)
+
+    def _expect(self, padding: Padding | None) -> None:
+        self.padding = padding  # of the step before
+        self.check = PaddingCheck(padding, self.capacity, self.device)  # of that padding
+        with torch.inference_mode(False):
+            entry = self.entry
+            self._inputs = StepInputs(entry.ids, entry.positions, self.check.answer)
+
+    def begin(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        past: int,
+    ) -> None:
+        """Take in the token for column `past`, and issue the check of the mask with it.
+
+        On the stream that the session is for; ids and the rest as `StepInputs.take` has them.
+        """
+        self.check.begin()
+        self._inputs.take(ids, positions, past, mask, self.check.start)
+        self._inputs.launch(self._made_for[1])
+        if mask is not None:
+            self.check.asked(self._stream)
+        self.entry.taken(past)
 
     def launch(self, index: int, slot: int | None, weights: LayerWeights) -> None:
         """Issue a layer whose weights are in `slot`, or resident (None)."""

@@ -13,7 +13,8 @@ class Entry:
     by table, the `column` of the new token (int32 [1]) and the columns that count then, `length`
     (int32 [batch]).
 
-    `take` copies in what is new; `run` computes the rest and nothing but that, so that it may be
+    `take` copies in what is new, as does a call that writes to `ids` and `positions` (int64 [batch,
+    1]) and says so by `taken`; `run` computes the rest and nothing but that, so that it may be
     replayed.
     """
 
@@ -21,8 +22,8 @@ class Entry:
         batch, device = hidden.shape[0], hidden.device
         self.hidden = hidden
         self.angles: dict[str, Angles] = {}
-        self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._counters = torch.zeros(1 + batch, dtype=torch.int32, device=device)
         self.column, self.length = self._counters[:1], self._counters[1:]
         self._at: int | None = None  # what `column` is, as far as is known
@@ -33,11 +34,15 @@ class Entry:
         Positions that are None are `past`.
         """
         if ids is not None:
-            self._ids.copy_(ids)
+            self.ids.copy_(ids)
         if positions is None:
-            self._positions.fill_(past)
+            self.positions.fill_(past)
         else:
-            self._positions.copy_(positions)
+            self.positions.copy_(positions)
+        self.taken(past)
+
+    def taken(self, past: int) -> None:
+        """Ids and positions of the token for column `past` are in their places."""
         at, self._at = self._at, None
         if at != past - 1:  # otherwise `run` counts on from the step before
             self.column.fill_(past - 1)
@@ -45,9 +50,9 @@ class Entry:
 
     def run(self, ahead: Ahead, embeddings: torch.Tensor | None = None) -> None:
         """From what was taken in, or from `embeddings` [batch, 1, width] and its positions."""
-        hidden = ahead.hidden(self._ids, embeddings, self._positions)
+        hidden = ahead.hidden(self.ids, embeddings, self.positions)
         self.hidden.copy_(hidden[:, 0])
-        for table, given in ahead.angles(self._positions).items():
+        for table, given in ahead.angles(self.positions).items():
             if table not in self.angles:
                 shape, device = (self.hidden.shape[0], 1, given[0].shape[-1]), self.hidden.device
                 with torch.inference_mode(False):

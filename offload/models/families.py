@@ -298,14 +298,14 @@ def _angles_by_type(module: Any, positions: torch.Tensor, table: str) -> Angles:
 
 def _half(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
     half = cos.shape[-1] // 2
-    return cos[..., :half].contiguous(), sin[..., :half].contiguous()
+    return cos[..., :half], sin[..., :half]
 
 
 def _gptj_angles(module: Any, positions: torch.Tensor, table: str) -> Angles:
     # Older releases keep the table, [positions, sines then cosines], in every layer.
     owner = module.rotary_emb if hasattr(module, "rotary_emb") else module.h[0].attn
     sin, cos = owner.embed_positions[positions].chunk(2, -1)
-    return cos.float().contiguous(), sin.float().contiguous()
+    return cos.float(), sin.float()
 
 
 def _gpt2_embed(module: Any, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

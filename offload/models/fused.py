@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from offload.models.prefill_attention import PrefillAttention
 from offload.models.request import Request, Unserved
 from offload.models.spec import ModelSpec
 from offload.models.step import Step
+
+_FIRST = 0, True  # of a session's stretches: that with the entry in it
 
 
 class FusedEngine(NotCopied):
@@ -57,8 +59,7 @@ class FusedEngine(NotCopied):
 
     def serve(self, given: dict[str, Any]) -> Any:
         """The decoder's output for arguments by name; raises Unserved where it is not ours."""
-        cuda = self._device.type == "cuda"
-        with torch.cuda.device(self._device) if cuda else nullcontext():
+        with self._current():
             # First of all, for the GPU waits. What is looked at later may turn out otherwise, and
             # then nothing is kept: what was written lies behind the cache's end.
             step = self._start(given)
@@ -70,29 +71,43 @@ class FusedEngine(NotCopied):
             except _Unexpected:
                 return self._run(self._read(given, expect=False))
 
+    def _current(self) -> AbstractContextManager[Any]:
+        """Makes the engine's GPU the current one, where it is not."""
+        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
+            return nullcontext()
+        return torch.cuda.device(self._device)
+
     def _start(self, given: dict[str, Any]) -> Step | None:
         """Issue what looks like one more decode step, as far as its resident layers go first."""
+        step = None
+        if self._ahead.repeatable:
+            step = Step.glance(given, self.spec, current_stream(self._device))
+        # A graph runs no module, and what it reads stays: it goes first, and what lies ahead of the
+        # layers is looked at later.
+        replayed = step is not None and _FIRST in step.session.graphs
+        if step is not None and replayed:
+            self._begin(step)
         if self._ahead.changed():
             self._ahead = Ahead(self._holder, self.spec)
             for session in list(self._sessions):
                 session.forget()
-        if not self._ahead.repeatable:
             return None
-        step = Step.glance(given, self.spec, current_stream(self._device))
-        if step is None or not self._can_start(step.session):
+        if step is None or replayed:
+            return step
+        if not self._can_start(step.session):
             return None
-        if step.mask is not None:
-            step.session.check.ask(step.mask)
-        step.session.entry.take(step.ids, step.positions, step.past)
-        self._enter(step.session, step.past)
+        self._begin(step)
         return step
+
+    def _begin(self, step: Step) -> None:
+        step.session.begin(step.ids, step.positions, step.mask, step.past)
+        self._enter(step.session, step.past)
 
     def _can_start(self, session: DecodeSession) -> bool:
         """Whether what a step begins with was issued before; a capture takes a checked call."""
-        first = (0, True)
-        if self._layers.layers[0].streamed or first in session.graphs:
+        if self._layers.layers[0].streamed:
             return True
-        return first in session.issued and not self._can_capture()
+        return _FIRST in session.issued and not self._can_capture()
 
     def _read(
         self, given: dict[str, Any], expect: bool = True, step: Step | None = None
@@ -141,7 +156,10 @@ class FusedEngine(NotCopied):
             attention=PrefillAttention(request.past, tokens, request.padding),
             column=torch.full((1,), request.past, dtype=torch.int32, device=self._device),
             end=end,
-            angles=ahead.angles(positions),
+            angles={
+                table: (cos.contiguous(), sin.contiguous())
+                for table, (cos, sin) in ahead.angles(positions).items()
+            },
             stream=stream,
             # What large products need between their kernels is too much to be kept.
             workspace=self._workspace(stream) if few else Workspace(self._device),
@@ -263,7 +281,7 @@ class FusedForward(PassForward):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            given = dict(zip(self._names, args, strict=False)) | kwargs
+            given = dict(zip(self._names, args, strict=False)) | kwargs if args else kwargs
             return self.engine.serve(given)
         except Unserved as reason:
             self.engine.unserved[str(reason)] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -46,23 +47,27 @@ def read_padding(mask: torch.Tensor) -> Padding | None:
 class PaddingCheck:
     """Whether masks have just this padding on the left and nothing else.
 
-    The answer to `ask` is on its way to the host when that returns, so that work can be issued
-    before `holds` waits for it: decoding expects the padding that it found before.
+    The answer is on its way to the host when `ask` returns, so that work can be issued before
+    `holds` waits for it: decoding expects the padding that it found before. Another call may give
+    the answer in its place: between `begin` and `asked` it sets `answer` to False where the mask
+    is not zero before `start` (int32 [batch]; None: 0) and nonzero from there on.
     """
 
     def __init__(self, padding: Padding | None, columns: int, device: torch.device) -> None:
         """For masks [batch, up to `columns`] on `device`."""
+        self.start = None if padding is None else padding.start
         self._expected: torch.Tensor | None = None
         with torch.inference_mode(False):
             if padding is not None:
                 column = torch.arange(columns, device=device)
                 self._expected = column >= padding.start[:, None]
             self._found = torch.empty((), dtype=torch.bool, device=device)
-            self._answer = self._found
+            self.answer = self._found  # in host memory
             self._event: torch.cuda.Event | None = None
             if device.type == "cuda":
-                self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+                self.answer = torch.empty((), dtype=torch.bool, pin_memory=True)
                 self._event = torch.cuda.Event()
+        self._flag = ctypes.c_bool.from_address(self.answer.data_ptr())
 
     def ask(self, mask: torch.Tensor) -> None:
         """Issue the check of mask [batch, columns], zero where a column is padding."""
@@ -72,8 +77,17 @@ class PaddingCheck:
             as_expected = (mask != 0) == self._expected[:, : mask.shape[1]]
             torch.all(as_expected, out=self._found)
         if self._event is not None:
-            self._answer.copy_(self._found, non_blocking=True)
+            self.answer.copy_(self._found, non_blocking=True)
             self._event.record()
+
+    def begin(self) -> None:
+        """A call that gives the answer is about to be issued."""
+        self._flag.value = True
+
+    def asked(self, stream: torch.cuda.Stream | None) -> None:
+        """It was issued, on `stream`."""
+        if self._event is not None:
+            self._event.record(stream)
 
     def holds(self) -> bool:
         """Of the mask asked last. Waits for what was issued before the check, not for what came
@@ -81,4 +95,4 @@ class PaddingCheck:
         """
         if self._event is not None:
             self._event.synchronize()
-        return bool(self._answer)
+        return self._flag.value

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from offload.kernels.step_inputs import MASKS
 from offload.models.decode import DecodeSession
 from offload.models.kv_cache import layers_of, session_of
 from offload.models.spec import ModelSpec
@@ -21,7 +22,7 @@ class Step:
     session: DecodeSession
     ids: torch.Tensor  # int64 [batch, 1]
     positions: torch.Tensor | None  # int64 [1 or batch, 1]; None: `past`
-    mask: torch.Tensor | None  # [batch, past + 1]
+    mask: torch.Tensor | None  # [batch, past + 1], of one of MASKS
     past: int
 
     @classmethod
@@ -50,7 +51,7 @@ class Step:
                 else mask is None or not spec.positions_from_mask
             )
             and (
-                _fits(mask, session, (batch, past + 1), dtype=None)
+                _fits(mask, session, (batch, past + 1), dtypes=MASKS)
                 if mask is not None
                 else session.padding is None
             )
@@ -63,11 +64,11 @@ def _fits(
     tensor: Any,
     session: DecodeSession,
     *shapes: tuple[int, int],
-    dtype: torch.dtype | None = torch.int64,
+    dtypes: tuple[torch.dtype, ...] = (torch.int64,),
 ) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.shape in shapes
+        and tensor.dtype in dtypes
         and tensor.device == session.device
-        and (dtype is None or tensor.dtype == dtype)
     )
