@@ -63,6 +63,7 @@ class Row:
     load_seconds: float
     equal: str = ""  # to the resident peer
     prefills: list[float] = field(default_factory=list)
+    mean_step_seconds: float | None = None  # with the first steps, which `step_seconds` leaves out
 
     @classmethod
     def of(
@@ -94,6 +95,7 @@ class Row:
             host_peak=peaks.host,
             load_seconds=load_seconds,
             prefills=timing.prefills,
+            mean_step_seconds=timing.mean_step,
         )
 
     @property
@@ -165,9 +167,11 @@ class Result:
         cap = f", GPU memory capped at {format_size(self.gpu_memory)}" if self.gpu_memory else ""
         copies = "pinned copies" if m["gpu"] else "copies"
         disk = f", direct reads {self.disk_rate / 1e9:.2f} GB/s" if self.disk_rate else ""
+        stored = f", weights {' and '.join(sizes.formats)}" if sizes.formats else ""
         lines = [
-            f"{self.model}, {self.dtype}, batch {work.batch}, prompt {work.prompt}, {work.gen} new "
-            f"tokens{cap}; {where}, torch {m['torch']}, transformers {m['transformers']}",
+            f"{self.model}, {self.dtype}{stored}, batch {work.batch}, prompt {work.prompt}, "
+            f"{work.gen} new tokens{cap}; {where}, torch {m['torch']}, "
+            f"transformers {m['transformers']}",
             f"{sizes.layers} layers of {format_size(sizes.layer_bytes)} in all, the whole model "
             f"{format_size(sizes.total_bytes)}",
             f"bound: {copies} {self.link_rate / 1e9:.2f} GB/s{disk}",

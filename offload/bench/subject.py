@@ -39,6 +39,8 @@ class Sizes:
     active_parameters: int
     total_bytes: int
     products: tuple[tuple[int, int], ...] = ()  # [outputs, inputs] of the last layer's weights
+    formats: tuple[str, ...] = ()  # that quantised weights are stored in
+    step_bytes: int = 0  # of weights that a decode step of one token reads, as they are stored
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sizes:
@@ -62,7 +64,22 @@ class Sizes:
                 for _, p in _whole_parameters(list(layers.values())[-1])
                 if p.ndim == 2
             ),
+            formats=tuple(sorted({f for _, w in quantised_weights(model) for f in w.formats})),
+            step_bytes=_step_bytes(model, share),
         )
+
+
+def _step_bytes(model: nn.Module, share: float) -> int:
+    """Layers, norms and head, of experts a `share`; an embedding's table only where it is the head,
+    too: of the others a step reads a row.
+    """
+    total = 0.0
+    for shared in shared_parameters(model):
+        if all(isinstance(b.module, nn.Embedding) for b in shared.bindings):
+            continue
+        expert = ".experts." in shared.bindings[0].name
+        total += shared.tensor.nbytes * (share if expert else 1.0)
+    return int(total)
 
 
 def _whole_parameters(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

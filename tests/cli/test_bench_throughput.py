@@ -17,6 +17,7 @@ from offload.bench.shapes import SHAPES, shape_config
 from offload.bench.subject import Sizes, Subject
 from offload.bench.throughput import _compare
 from offload.bench.workload import Timing, Workload, measure
+from offload.kernels.weight_format import WeightFormat
 from offload.models.quantized.forward import quantised_weights
 from offload.models.quantized.wanted import Wishes
 
@@ -139,6 +140,28 @@ def test_shapes_have_the_layers_of_their_models(shape: str, billions: float) -> 
     assert active == (pytest.approx(0.27, abs=0.01) if "mixtral" in shape else 1.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "tables"),  # parameters that a step reads a row of
+    [("llama-2-7b", 32000 * 4096), ("opt-13b", 2050 * 5120), ("tiny-opt", None)],
+)
+def test_what_a_step_reads(shape: str, tables: int | None) -> None:
+    """All but embeddings; a table that is the head as well is read whole."""
+    model = random_model(shape_config(shape, torch.float16), CPU)
+    if tables is None:
+        tables = model.model.decoder.embed_positions.weight.numel()
+    assert Sizes.of(model).step_bytes == 2 * (sum(p.numel() for p in model.parameters()) - tables)
+
+
+def test_of_experts_a_step_reads_those_that_a_token_meets() -> None:
+    model = random_model(shape_config("tiny-moe", torch.float16), CPU)
+    config = model.config
+    share = config.num_experts_per_tok / config.num_local_experts
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    table = model.get_input_embeddings().weight.numel()
+    rest = sum(p.numel() for p in model.parameters()) - experts - table
+    assert Sizes.of(model).step_bytes == int(2 * (rest + share * experts))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_has_a_config(shape: str) -> None:
     config = shape_config(shape, torch.float16)
@@ -154,6 +177,15 @@ def test_every_run_makes_all_its_tokens_and_times_each() -> None:
     assert len(timing.prefills) == len(timing.totals) == 2
     assert len(timing.steps) == 2 * 3
     assert timing.total >= timing.prefill > 0
+
+
+def test_first_steps_are_in_the_mean_and_not_in_the_median() -> None:
+    model = Subject("tiny", None, torch.float32, CPU).plain(CPU)
+    timing = measure(model, Workload(batch=1, prompt=5, gen=7, repeat=2), CPU)
+    assert timing.later_steps == [*timing.steps[3:6], *timing.steps[9:12]]
+    assert timing.step == statistics.median(timing.later_steps)
+    assert timing.mean_step == statistics.fmean(timing.steps)
+    assert Timing(steps=[1.0, 3.0]).step == 2.0  # too few to leave any out
 
 
 def test_a_difference_is_told() -> None:
@@ -191,6 +223,7 @@ def test_quantised_weights_move_as_they_are_stored(
     offloaded, _ = found["rows"]
     assert offloaded["equal"] == "6 of 6 tokens equal to resident, logits equal"
     sizes = found["sizes"]
+    assert sizes["formats"] == [WeightFormat.parse(asked).name]
     assert sizes["layer_parameters"] == plain.layer_parameters
     assert [tuple(p) for p in sizes["products"]] == list(plain.products)
     assert offloaded["streamed_bytes"] == sizes["layer_bytes"] < 0.3 * plain.layer_bytes
