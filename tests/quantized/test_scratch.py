@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import folders
+import published
 import pytest
 import torch
+import variants
 from torch import nn
 
 import offload
@@ -255,3 +257,62 @@ def test_the_plan_counts_them(source: Source, tmp_path: Path) -> None:
         pass
     with pytest.raises(BudgetError):
         offload.run(out, device_map="cpu", device="cpu", max_memory={"cpu": need - 1})
+
+
+def on_gpu() -> tuple[Model, dict[str, torch.Tensor]]:
+    model, weights = model_of()
+    return model.cuda(), {name: weight.cuda() for name, weight in weights.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_call_allocates_its_output_alone_and_does_not_wait() -> None:
+    model, weights = on_gpu()
+    x = torch.randn(5, 64, device="cuda")
+    wanted = nn.functional.linear(x, weights["beside"], model.beside.bias)
+    with torch.no_grad():
+        assert torch.equal(model.beside(x), wanted)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = [model.beside(x) for _ in range(10)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 10
+    assert all(torch.equal(y, wanted) for y in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streams_that_take_turns_wait_for_one_another() -> None:
+    model, weights = on_gpu()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    x = torch.randn(4096, 64, device="cuda")
+    torch.cuda.synchronize()
+    found = []
+    with torch.no_grad():
+        for i in range(40):
+            module = (model.outer.child, model.beside)[i % 2]
+            with torch.cuda.stream(streams[i // 3 % 2]):
+                torch.cuda._sleep(20000 * (i % 4))  # the one behind would overtake
+                found.append((module, module(x)))
+    torch.cuda.synchronize()
+    for module, y in found:
+        name = "beside" if module is model.beside else "outer.child"
+        assert torch.equal(y, nn.functional.linear(x, weights[name], module.bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "opt", "mixtral", "gpt_oss"])
+def test_streamed_logits_on_a_gpu(source: Source, tmp_path: Path, name: str) -> None:
+    folder, state = published.save(
+        "mxfp4" if name == "gpt_oss" else "gptq-order", source(name), tmp_path / "out"
+    )
+    plain = folders.plain_model(source(name), state, tmp_path / "whole").cuda()
+    ids = variants.inputs("llama")["input_ids"].cuda()
+    with torch.no_grad():
+        wanted = plain(input_ids=ids).logits
+        with offload.run(folder, device_map="cpu", device="cuda", engine="transformers") as model:
+            for _ in range(3):
+                assert torch.equal(model(input_ids=ids).logits, wanted)
