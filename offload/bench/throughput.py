@@ -20,7 +20,7 @@ from offload.bench.memory import gpu_limit, gpu_peaks, host_peak, reset_peaks
 from offload.bench.peers import PEERS, Peer
 from offload.bench.result import Peaks, Result, Row, machine
 from offload.bench.subject import Sizes, Subject
-from offload.bench.workload import Timing, Workload, measure
+from offload.bench.workload import FIRST_STEPS, Timing, Workload, measure
 from offload.config import OffloadConfig
 from offload.measure.compute import hbm_rates, product_rate
 from offload.scheduler.cost import Rates, predict_pass
@@ -108,10 +108,18 @@ def _device_bounds(result: Result, device: torch.device) -> list[str]:
     if still:
         hbm, _ = hbm_rates(device, 2 << 30)
         notes.append(
-            f"HBM reads {hbm / 1e12:.2f} TB/s; the weights of the layers over a step's time: "
+            f"HBM reads {hbm / 1e12:.2f} TB/s; the weights that a step reads (layers, norms, head; "
+            f"of embeddings a row: {sizes.step_bytes / 1e9:.3f} GB) over a step's time: "
             + ", ".join(
-                f"{sizes.layer_bytes / (row.step_seconds or 1) / hbm:.3f} ({row.peer})"
+                f"{sizes.step_bytes / (row.step_seconds or 1) / hbm:.3f} ({row.peer})"
                 for row in still
+            )
+        )
+        notes.append(
+            f"steps are medians without the first {FIRST_STEPS} of a generation, in which calls "
+            "are made and graphs captured; means with them: "
+            + ", ".join(
+                f"{(row.mean_step_seconds or 0) * 1e3:.3f} ms ({row.peer})" for row in still
             )
         )
     return notes

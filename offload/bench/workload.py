@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 32, 2
+FIRST_STEPS = 3  # of a generation, in which calls are made and graphs are captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Timing:
     """Seconds on the compute device, and what was computed."""
 
     prefills: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  # all of every run
+    later_steps: list[float] = field(default_factory=list)  # those behind the first FIRST_STEPS
     totals: list[float] = field(default_factory=list)
     tokens: torch.Tensor | None = None  # [batch, gen]
     logits: list[torch.Tensor] = field(default_factory=list)  # [batch, vocabulary]: first and last
@@ -49,8 +51,16 @@ class Timing:
 
     @property
     def step(self) -> float | None:
-        """Median seconds of a decode step; None where a single token was made."""
-        return statistics.median(self.steps) if self.steps else None
+        """Median seconds of a decode step behind the first ones; of all where there are no more;
+        None where a single token was made.
+        """
+        steps = self.later_steps or self.steps
+        return statistics.median(steps) if steps else None
+
+    @property
+    def mean_step(self) -> float | None:
+        """Mean seconds of all steps, the first ones too; None where a single token was made."""
+        return statistics.fmean(self.steps) if self.steps else None
 
     @property
     def total(self) -> float:
@@ -117,7 +127,9 @@ def measure(model: PreTrainedModel, work: Workload, device: torch.device) -> Tim
         clock.synchronize()
         times = [clock.seconds(start, t) for t in stamps.stamps]
         timing.prefills.append(times[0])
-        timing.steps += [b - a for a, b in itertools.pairwise(times)]
+        steps = [b - a for a, b in itertools.pairwise(times)]
+        timing.steps += steps
+        timing.later_steps += steps[FIRST_STEPS:]
         timing.totals.append(clock.seconds(start, stop))
         timing.tokens = output[:, work.prompt :].cpu()
         timing.logits = [scores.cpu() for scores in stamps.scores]
