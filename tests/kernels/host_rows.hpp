@@ -14,3 +14,6 @@ inline float shuffle_from(float x, int lane) {
 }  // namespace host_cuda
 
 inline float __shfl_sync(unsigned, float x, int lane) { return host_cuda::shuffle_from(x, lane); }
+inline unsigned __shfl_sync(unsigned, unsigned x, int lane) {
+    return __float_as_uint(host_cuda::shuffle_from(__uint_as_float(x), lane));
+}

@@ -74,7 +74,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
         "offset": draw(st.sampled_from([0, 0, 0, 1])),
         "mean": draw(st.sampled_from([0.0, 3.0])),
         "weight_offset": draw(st.sampled_from([0.0, 1.0])),
-        "packs": draw(st.sampled_from([0, 0, 1, 2, 3, 4, 102, 113])),
+        "packs": draw(st.sampled_from([0, 0, 1, 2, 3, 4])),
         "in_place": draw(flag),
         "seed": draw(st.integers(0, 99)),
     }
@@ -245,9 +245,9 @@ def test_wrong_arguments(name: str) -> None:
         ResidualNorm(**arguments)
 
 
-@pytest.mark.parametrize("packs", [-1, 5, 10, 21, 6501])
+@pytest.mark.parametrize("packs", [-1, 5])
 def test_no_such_way(packs: int) -> None:
     call = ResidualNorm(branch=X, sum_out=torch.zeros_like(X))
     call.arguments.packs_per_thread = packs
-    with pytest.raises(AssertionError, match=f"packs_per_thread is 0, .*, not {packs}"):
+    with pytest.raises(AssertionError, match=f"packs_per_thread is 0 to 4, not {packs}"):
         launch(call, "host")

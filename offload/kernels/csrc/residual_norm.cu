@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kMostThreads) rows_in_passes(OffloadResidualNo
     }
 }
 
-// How many rows are done, where the library is not told how.
+// How rows are done.
 struct RowsWay {
     int packs;  // of a thread
     int64_t bytes_ahead;
-    bool once;
+    bool once;  // what is written leaves L2 first
 };
 
 // kPacks for `packs` ones.
@@ -241,19 +241,28 @@ int launch_passes(const OffloadResidualNorm& a, void* stream) {
 
 // Few rows: as many threads a row as there are, each done sooner. Else as few bytes a thread as can
 // be, two packs: the sums wait for fewer, and what is under way suffices with rows asked for ahead;
-// but a row that fits a warp gets one. Where a second wave would not fill the device, four packs
-// put all rows into the first.
-inline RowsWay way_of(int packs, int inputs, int64_t rows, int64_t row_bytes, bool few,
-                      const Device& device) {
-    if (few) return {1, 0, false};
-    const int64_t bytes = rows * row_bytes, ahead = bytes_ahead(bytes, device);
-    if (packs <= 32 * 4) return {packs <= 32 ? 2 : (packs + 31) / 32, ahead, ahead > 0};
+// but a row that fits a warp gets one, and one too wide for two packs a thread has enough under way
+// by itself. Where four packs put all rows into the first wave, a second would not fill the device;
+// and in one wave nothing is ahead. Rows that L2 can hold stay there for who reads them next.
+inline RowsWay way_of(int packs, int inputs, const OffloadResidualNorm& a, int64_t row_bytes,
+                      bool few, const Device& device) {
     const int64_t room = (inputs == 1 ? 1536 : 1024) * static_cast<int64_t>(device.multiprocessors);
-    const auto threads = [&](int each) {
-        return rows * ((packs + 32 * each - 1) / (32 * each)) * 32;
+    const auto in_one_wave = [&](int each) {
+        return a.rows * ((packs + 32 * each - 1) / (32 * each)) * 32 <= room;
     };
-    const bool in_one_wave = threads(2) > room && threads(4) <= room;
-    return {in_one_wave ? 4 : 2, ahead, ahead > 0};
+    RowsWay way = {2, 0, a.rows * row_bytes > device.l2_bytes};
+    if (a.packs_per_thread)
+        way.packs = a.packs_per_thread;
+    else if (few)
+        way.packs = 1;
+    else if (packs <= 32 * 4)
+        way.packs = packs <= 32 ? 2 : (packs + 31) / 32;
+    else if (!in_one_wave(2) && in_one_wave(4))
+        way.packs = 4;
+    const bool fits = packs <= way.packs * kMostThreads;
+    while (way.packs < 4 && packs > way.packs * kMostThreads) way.packs += 1;
+    if (fits && !in_one_wave(way.packs)) way.bytes_ahead = bytes_ahead(device);
+    return way;
 }
 
 template <typename T>
@@ -272,13 +281,7 @@ int launch_rows(const OffloadResidualNorm& a, const Device& device, void* stream
     for (const void* input : {a.branch[0], a.residual, a.branch[1]}) inputs += input != nullptr;
     const int64_t row_bytes = inputs * static_cast<int64_t>(a.width) * sizeof(T);
     const bool few = a.rows < 2 * device.multiprocessors;
-    RowsWay way = way_of(packs, inputs, a.rows, row_bytes, few, device);
-    if (a.packs_per_thread) {
-        way.packs = a.packs_per_thread % 10;
-        way.once = a.packs_per_thread / 10 % 10;
-        way.bytes_ahead = static_cast<int64_t>(a.packs_per_thread / 100) << 20;
-    }
-    while (way.packs < 4 && packs > way.packs * kMostThreads) way.packs += 1;
+    const RowsWay way = way_of(packs, inputs, a, row_bytes, few, device);
     const int warps = (packs + 32 * way.packs - 1) / (32 * way.packs);
     if (warps > kMostWarps) return launch_passes<T, N>(a, stream);
     return launch_registers<T, N>(a, warps, few, row_bytes, way, stream);
@@ -297,13 +300,8 @@ OFFLOAD_API int offload_residual_norm(const OffloadResidualNorm* arguments, void
     if (!known_norm(a.branch_norm) || !known_norm(a.norm) || !known_norm(a.norm2))
         return refuse("residual_norm: no norm has the number %d, %d or %d", a.branch_norm.kind,
                       a.norm.kind, a.norm2.kind);
-    const int packs = a.packs_per_thread;
-    if (packs < 0 || packs > 6499 ||
-        (packs && (packs % 10 < 1 || packs % 10 > 4 || packs / 10 % 10 > 1)))
-        return refuse(
-            "residual_norm: packs_per_thread is 0, or 1 to 4, ten to write past L2, and a hundred "
-            "for each of up to 64 MiB asked for ahead, not %d",
-            packs);
+    if (a.packs_per_thread < 0 || a.packs_per_thread > 4)
+        return refuse("residual_norm: packs_per_thread is 0 to 4, not %d", a.packs_per_thread);
     if (a.rows == 0) return 0;
     if (!a.residual && !a.branch[0] && !a.branch[1])
         return refuse("residual_norm: residual and branches are all null");

@@ -37,12 +37,14 @@ struct PackPlan {
     bool once;             // what is written leaves L2 first
 };
 
-template <typename T, bool kNormed, bool kBias>
+// kCommon: no bias, neither of the rows nor of a norm, and no norm but RMS.
+template <typename T, bool kNormed, bool kCommon>
 __global__ void __launch_bounds__(32 * kPackWarps, 5)
     rotary_append_packs(OffloadRotaryAppend x, PackPlan plan) {
-    constexpr int N = 16 / sizeof(T), kQuads = N / 4;
+    constexpr int N = 16 / sizeof(T), kQuads = N / 4, kWords = Pack<T, N>::kWords;
     let_next_kernel_begin();
-    const int warp = blockIdx.x * kPackWarps + threadIdx.x / 32;
+    // By a shuffle, so that the compiler knows that a warp's lanes agree on it.
+    const int warp = blockIdx.x * kPackWarps + __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp >= plan.all_warps) return;  // there are no barriers
     const int row_index = plan.warps(warp);
     const int part = warp - row_index * plan.warps.by;
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
                          (head - kv * plan.per_group.by) * x.head_dim;
         }
     }
-    if (kBias && gridDim.x <= 256) {  // else L1 and L2 have it
+    if (!kCommon && bias && gridDim.x <= 256) {  // else L1 and L2 have it
 #pragma unroll
         for (int i = 0; i < kPackHeads; ++i) prefetch(bias + sources[i]);
     }
@@ -87,55 +89,93 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i)
         if (i < heads.per_thread) raw[i] = load_once<T, N>(row + sources[i]);
-    const int first_column = kind ? x.column[static_cast<int64_t>(batch) * x.column_stride] : 0;
-    const OffloadNorm& norm = kind ? x.k_norm : x.q_norm;
-    const bool is_normed = kNormed && kind < 2 && norm.kind;
-    float weights[kNormed ? N : 1];
-    if constexpr (kNormed) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) weights[j] = 1.f;
-        if (is_normed && norm.weight) {
-            to_floats(load<T, N>(static_cast<const T*>(norm.weight) + at), weights);
-#pragma unroll
-            for (int j = 0; j < N; ++j) weights[j] += norm.weight_offset;
-        }
-    }
+    // At an address that a lane has its own of, for all the compiler knows: what is one for a warp
+    // it moves to a uniform register, and waits for, ahead of the angles' loads.
+    const int of_lane = lane_of_warp & plan.groups >> 6;  // 0
+    const int first_column =
+        kind ? x.column[static_cast<int64_t>(batch) * x.column_stride + of_lane] : 0;
     if (plan.ahead && part == 0 && lane_of_warp == 0 && row_index + plan.ahead < x.batch * x.tokens)
         prefetch_bulk(row + static_cast<int64_t>(plan.ahead) * x.row_stride, plan.row_bytes);
 
     // Four neighbours are rotated as one: by which angles, and with whose. `crossed`: a lane's
-    // first four with another's second.
+    // first four with another's second. An element becomes own * itself + others * its partner,
+    // which have the norm's weights in them, + added, of the norm's bias.
     const int half = x.rotary_dim / 2;
-    const bool rotates = kind < 2 && half, turns = rotates && at < x.rotary_dim;
-    const bool crossed = kQuads == 2 && half / 4 % 2;
-    float c[N], s[N];
+    const bool turns = at < x.rotary_dim, crossed = kQuads == 2 && half / 4 % 2;
+    float own[N], others[N], added[kNormed && !kCommon ? N : 1];
     int partner[kQuads] = {};  // a lane
-    if (rotates) {
+    int partner_at[kQuads];    // a column
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        own[j] = 1.f;
+        others[j] = 0.f;
+    }
+    if (half && kind < 2) {
         const int64_t angles = batch * x.rotary_batch_stride + static_cast<int64_t>(token) * half;
         if (x.interleaved) {
             if (turns) {
+                float c[N / 2], s[N / 2];
                 to_floats(load<float, N / 2>(x.cos + angles + at / 2), c);
                 to_floats(load<float, N / 2>(x.sin + angles + at / 2), s);
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    own[j] = c[j / 2];
+                    others[j] = j % 2 ? s[j / 2] : -s[j / 2];
+                }
             }
         } else {
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
                 const int i = at + 4 * q;
                 const bool is_second = i >= half;
-                const int other = !turns ? i : is_second ? i - half : i + half;
-                partner[q] = group * plan.lanes.by + other / N;
+                partner_at[q] = !turns ? i : is_second ? i - half : i + half;
+                partner[q] = group * plan.lanes.by + partner_at[q] / N;
                 if (!turns) continue;
-                const int angle = is_second ? other : i;
-                to_floats(load<float, 4>(x.cos + angles + angle), c + 4 * q);
-                to_floats(load<float, 4>(x.sin + angles + angle), s + 4 * q);
+                const int angle = is_second ? partner_at[q] : i;
+                to_floats(load<float, 4>(x.cos + angles + angle), own + 4 * q);
+                to_floats(load<float, 4>(x.sin + angles + angle), others + 4 * q);
 #pragma unroll
-                for (int j = 4 * q; j < 4 * q + 4; ++j) s[j] = is_second ? s[j] : -s[j];
+                for (int j = 4 * q; j < 4 * q + 4; ++j)
+                    others[j] = is_second ? others[j] : -others[j];
             }
         }
     }
+    const OffloadNorm& norm = kind ? x.k_norm : x.q_norm;
+    if constexpr (kNormed) {
+        // f(own column's, partner's) of what the norm has for each column.
+        const auto of_columns = [&](const void* from, auto f) {
+            const T* const of_norm = static_cast<const T*>(from);
+            float mine[N], theirs[N];
+            to_floats(load<T, N>(of_norm + at), mine);
+            if (half && !x.interleaved) {
+#pragma unroll
+                for (int q = 0; q < kQuads; ++q)
+                    to_floats(load<T, 4>(of_norm + partner_at[q]), theirs + 4 * q);
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; ++j) theirs[j] = mine[j ^ 1];
+            }
+#pragma unroll
+            for (int j = 0; j < N; ++j) f(j, mine[j], theirs[j]);
+        };
+        if constexpr (!kCommon) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) added[j] = 0.f;
+            if (kind < 2 && norm.kind && norm.bias)
+                of_columns(norm.bias, [&](int j, float mine, float theirs) {
+                    added[j] = own[j] * mine + (turns ? others[j] * theirs : 0.f);
+                });
+        }
+        if (kind < 2 && norm.kind && norm.weight)
+            of_columns(norm.weight, [&](int j, float mine, float theirs) {
+                own[j] *= mine + norm.weight_offset;
+                others[j] *= theirs + norm.weight_offset;
+            });
+    }
+    // Behind what is read with the rows: this waits for the column.
     T* to;
     int64_t stride;
-    bool is_written = inside;
+    int last_written = inside ? last : -1;
     if (kind == 0) {
         to = static_cast<T*>(x.query) + batch * x.query_batch_stride + token * x.query_token_stride;
         stride = x.query_head_stride;
@@ -144,65 +184,95 @@ __global__ void __launch_bounds__(32 * kPackWarps, 5)
         to = static_cast<T*>(kind == 1 ? x.key_cache : x.value_cache) +
              batch * x.cache_batch_stride + column * x.head_dim;
         stride = x.cache_head_stride;
-        is_written = inside && column >= 0 && column < x.cache_capacity;
+        if (column < 0 || column >= x.cache_capacity) last_written = -1;
     }
     to += first * stride + at;
     stride *= plan.groups;
+    const auto write = [&](int i, const Pack<T, N>& pack) {
+        if (first + i * plan.groups <= last_written) store<T, N>(to, pack, plan.once);
+        to += stride;
+    };
+    const auto biased = [&](int i, float* v) {
+        to_floats(raw[i], v);
+        if (!kCommon && bias) add_to<T, N>(v, bias + sources[i]);
+    };
+
+    if (kind == 2) {
+#pragma unroll
+        for (int i = 0; i < kPackHeads; ++i) {
+            if (i >= heads.per_thread) break;
+            if (!kCommon) {
+                float v[N];
+                biased(i, v);
+                raw[i] = from_floats<T, N>(v);
+            }
+            write(i, raw[i]);
+        }
+        return;
+    }
+
+    const bool any_centred =
+        !kCommon && (x.q_norm.kind == OFFLOAD_NORM_LAYER || x.k_norm.kind == OFFLOAD_NORM_LAYER);
 
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i) {
-        if (i >= heads.per_thread) continue;
-        float v[N];
-        to_floats(raw[i], v);
-        if (kBias) add_to<T, N>(v, bias + sources[i]);
-        if constexpr (kNormed) {
-            const auto mean_of = [&](auto of_value) {
-                float sum = 0.f;
+        if (i >= heads.per_thread) break;
+        float v[N], with[N], y[N];
+        biased(i, v);
+        const auto mean_of = [&](auto of_value) {
+            float sum = 0.f;
 #pragma unroll
-                for (int j = 0; j < N; ++j) sum = of_value(v[j], sum);
-                return sum_of_head(lane < plan.packs ? sum : 0.f, plan.lanes.by) * plan.share;
-            };
-            if (is_normed && norm.kind == OFFLOAD_NORM_LAYER) {
-                const float mean = mean_of([](float y, float sum) { return sum + y; });
+            for (int j = 0; j < N; ++j) sum = of_value(v[j], sum);
+            return sum_of_head(lane < plan.packs ? sum : 0.f, plan.lanes.by) * plan.share;
+        };
+        if (kNormed && any_centred) {
+            const float mean = mean_of([](float y, float sum) { return sum + y; });
 #pragma unroll
-                for (int j = 0; j < N; ++j) v[j] -= mean;
-            }
-            if (is_normed) {
-                const float scale = __frsqrt_rn(
-                    mean_of([](float y, float sum) { return fmaf(y, y, sum); }) + norm.eps);
-#pragma unroll
-                for (int j = 0; j < N; ++j) v[j] *= scale * weights[j];
-                if (norm.bias) add_to<T, N>(v, static_cast<const T*>(norm.bias) + at);
-            }
+            for (int j = 0; j < N; ++j) v[j] -= norm.kind == OFFLOAD_NORM_LAYER ? mean : 0.f;
         }
-        if (rotates && x.interleaved) {
-            if (turns) {
+        const auto exchange = [&](int cross) {
+            if constexpr (kCommon) {  // as they came: half the shuffles where words are two
+                                      // elements
+                constexpr int kPerWord = N / kWords;
+                Pack<T, N> theirs;
 #pragma unroll
-                for (int j = 0; j < N / 2; ++j) {
-                    const float a = v[2 * j], b = v[2 * j + 1];
-                    v[2 * j] = a * c[j] - b * s[j];
-                    v[2 * j + 1] = b * c[j] + a * s[j];
-                }
-            }
-        } else if (rotates) {
-            float with[N];
-            const auto exchange = [&](int cross) {
+                for (int j = 0; j < kWords; ++j)
+                    theirs.words[j] = __shfl_sync(0xffffffffu, raw[i].words[j ^ cross / kPerWord],
+                                                  partner[j * kPerWord / 4]);
+                to_floats(theirs, with);
+            } else {
 #pragma unroll
                 for (int j = 0; j < N; ++j)
                     with[j] = __shfl_sync(0xffffffffu, v[j ^ cross], partner[j / 4]);
-            };
+            }
+        };
+        if (half && !x.interleaved) {
             if (crossed)
                 exchange(4);
             else
                 exchange(0);
-            if (turns) {
+        }
+        float scale = 1.f;
+        if constexpr (kNormed) {
+            const float squares = mean_of([](float y, float sum) { return fmaf(y, y, sum); });
+            if (norm.kind) scale = inverse_root(squares + norm.eps);
+        }
 #pragma unroll
-                for (int j = 0; j < N; ++j) v[j] = v[j] * c[j] + with[j] * s[j];
+        for (int j = 0; j < N; ++j) y[j] = v[j] * own[j];
+        if (turns) {
+            if (x.interleaved) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) y[j] = fmaf(v[j ^ 1], others[j], y[j]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; ++j) y[j] = fmaf(with[j], others[j], y[j]);
             }
         }
-        if (is_written && first + i * plan.groups <= last)
-            store<T, N>(to, from_floats<T, N>(v), plan.once);
-        to += stride;
+        if constexpr (kNormed) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) y[j] = kCommon ? y[j] * scale : fmaf(y[j], scale, added[j]);
+        }
+        write(i, from_floats<T, N>(y));
     }
 }
 
@@ -263,8 +333,11 @@ int launch_append_packs(const OffloadRotaryAppend& x, const Device& device, void
             warps += heads.warps;
         }
     };
-    // With few rows a thread has fewer heads: more warps, each done sooner.
-    int most = x.variant ? x.variant % 10 : kPackHeads;
+    // Rows that L2 can hold stay there for who reads them next, and are few: a thread has four
+    // heads, or fewer, so that there are more warps, each done sooner.
+    plan.row_bytes = static_cast<int>(used_width(x) * sizeof(T));
+    plan.once = rows * plan.row_bytes > device.l2_bytes;
+    int most = x.variant ? x.variant : plan.once ? kPackHeads : kPackHeads / 2;
     share_heads(most);
     while (!x.variant && most > 1 && rows * warps < 16 * device.multiprocessors)
         share_heads(most /= 2);
@@ -287,15 +360,14 @@ int launch_append_packs(const OffloadRotaryAppend& x, const Device& device, void
     plan.all_warps = static_cast<int>(rows * warps);
     plan.share = 1.f / x.head_dim;
 
-    plan.row_bytes = static_cast<int>(used_width(x) * sizeof(T));
-    const int64_t ahead = x.variant ? static_cast<int64_t>(x.variant / 100) << 20
-                                    : bytes_ahead(rows * plan.row_bytes, device);
-    plan.ahead = static_cast<int>((ahead + plan.row_bytes - 1) / plan.row_bytes);
-    plan.once = x.variant / 10 % 10;
+    plan.ahead = static_cast<int>((bytes_ahead(device) + plan.row_bytes - 1) / plan.row_bytes);
+    bool common = !x.bias;
+    for (const OffloadNorm& norm : {x.q_norm, x.k_norm})
+        common = common && norm.kind != OFFLOAD_NORM_LAYER && !(norm.kind && norm.bias);
     const auto kernel =
         has_norm(x)
-            ? (x.bias ? rotary_append_packs<T, true, true> : rotary_append_packs<T, true, false>)
-            : (x.bias ? rotary_append_packs<T, false, true> : rotary_append_packs<T, false, false>);
+            ? (common ? rotary_append_packs<T, true, true> : rotary_append_packs<T, true, false>)
+            : (common ? rotary_append_packs<T, false, true> : rotary_append_packs<T, false, false>);
     return launch("rotary_append", kernel,
                   dim3(static_cast<unsigned>((plan.all_warps + kPackWarps - 1) / kPackWarps)),
                   dim3(32 * kPackWarps), 0, stream, x.launch_early, x, plan);

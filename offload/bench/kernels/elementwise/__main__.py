@@ -10,12 +10,11 @@ from offload.bench.kernels.case import Case, Rates, seconds
 from offload.bench.kernels.elementwise import NORMS, PROMPT, ROTARIES
 from offload.bench.kernels.elementwise.calls import PATTERN
 
-# What the C header's packs_per_thread and variant may be: packs or heads of a thread, 10 to write
-# what leaves L2 first, 100 for each MiB asked for ahead.
-NORM_VARIANTS = (0, 2, 12, 402, 602, 802, 412, 612, 812, 1212, 4, 14, 414, 814)
+# What the C header's packs_per_thread and variant may be: packs or heads of a thread.
+NORM_VARIANTS = (0, 2, 4)
 NARROW = 1024  # columns that a warp takes
-NARROW_VARIANTS = (0, 3, 4, 13, 14, 403, 603, 803, 413, 613, 813, 404, 414, 814)
-ROTARY_VARIANTS = (0, 8, 18, 4, 408, 608, 808, 1208, 404, 804, 418, 618, 818, 814)
+NARROW_VARIANTS = (0, 3, 4)
+ROTARY_VARIANTS = (0, 8, 4)
 
 
 def sweep(device: torch.device) -> None:
