@@ -68,11 +68,14 @@ def test_only_the_linears_of_the_layers_change(source: Source, tmp_path: Path, n
     before = folders.tensors(source(name))
     after = folders.tensors(folders.pack(source(name), tmp_path / "out", "int4-g32"))
     changed = {n.removesuffix("_packed") for n in after if n.endswith(".weight_packed")}
-    router = ("gate.weight",) if name in ("mixtral", "qwen3_moe") else ()
+    routers = {"mixtral": ".gate.weight", "qwen3_moe": ".gate.weight", "gpt_oss": ".router.weight"}
     assert changed == {
         n
         for n, tensor in before.items()
-        if ".layers." in n and tensor.ndim == 2 and not n.endswith(router or "no such")
+        if ".layers." in n
+        and tensor.ndim == 2
+        and n.endswith(".weight")
+        and not n.endswith(routers.get(name, "no such"))
     }
     assert changed
     for n in before.keys() - changed:
