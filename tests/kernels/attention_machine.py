@@ -87,7 +87,7 @@ def _run_on_host(call: DecodeAttention) -> DecodeAttention:
 
 @functools.cache
 def host_library() -> ctypes.CDLL:
-    """decode_attention.cu compiled for this processor, with stand-ins for what only a GPU has."""
+    """decode_attention*.cu compiled for this processor, with stand-ins for what only a GPU has."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     headers = cuda_headers()
     if compiler is None or headers is None:
@@ -105,7 +105,9 @@ def host_library() -> ctypes.CDLL:
         command = [compiler, "-x", "c++", "-std=c++17", "-O0", "-fPIC", "-fno-strict-aliasing"]
         command += ["-w", "-shared", "-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
         command += ["-include", str(HERE / "host_attention.hpp")]
-        command += ["decode_attention.cu", "-o", "libattention.so"]
+        files = sorted(path.name for path in folder.glob("decode_attention*.cu"))
+        (folder / "all.cpp").write_text("".join(f'#include "{name}"\n' for name in files))
+        command += ["all.cpp", "-o", "libattention.so"]
         subprocess.run(command, check=True, cwd=folder)
         library = ctypes.CDLL(str(folder / "libattention.so"))
     finally:

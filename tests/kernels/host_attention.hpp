@@ -7,11 +7,14 @@
 #pragma once
 #include <algorithm>
 #include <deque>
+#include <set>
 
 #include "host_shared.hpp"
 
 #undef __grid_constant__
 #define __grid_constant__
+#undef __noinline__
+#define __noinline__
 
 using std::max;
 using std::min;
@@ -35,6 +38,7 @@ constexpr int kMostThreads = 4096;  // of a cluster
 constexpr int kSharedOfMultiprocessor = 233472, kReserved = 1024, kStatic = 512;
 inline int multiprocessors = 4, shared_of_block = 232448;
 inline bool copies_are_late = false;
+inline std::set<uint64_t*> inboxes;  // of the cluster that runs
 inline std::vector<Late> late;
 inline std::vector<bool> under_way(kMostCluster* kSharedOfBlock);  // by a copy's first byte
 inline std::deque<std::vector<Copy>> copies[kMostThreads];  // of a thread; the last group is open
@@ -93,6 +97,9 @@ inline void run_clusters(int clusters, int size, int count) {
                 left = true;
             }
         }
+        for (const uint64_t* inbox : inboxes)
+            require(*inbox == 0, "less sent than an inbox is for");
+        inboxes.clear();
     }
     in_cluster = false;
     shared_memory = cluster_memory;
@@ -304,10 +311,26 @@ inline void store_shared(uint32_t to, uint4 x) {
                        "a store and a copy to one place, in no order");
     memcpy(host_cuda::shared_memory + to, &x, 16);
 }
-inline void open_inbox(uint64_t* inbox, uint32_t bytes) { *inbox = bytes; }
-inline void inbox_is_open() { host_cuda::arrive_at_cluster(); }
-inline void inboxes_are_open() { host_cuda::wait_for_cluster(); }
+// A launch without clusters has none of these instructions: on a GPU they are illegal there.
+inline void needs_cluster() {
+    host_cuda::require(host_cuda::in_cluster, "a cluster's instruction in a launch without");
+}
+inline void open_inbox(uint64_t* inbox, uint32_t bytes) {
+    needs_cluster();
+    host_cuda::require(bytes > 0 && bytes < 1u << 20, "more bytes than a barrier counts");
+    host_cuda::require(host_cuda::inboxes.insert(inbox).second, "an inbox that is opened twice");
+    *inbox = bytes;
+}
+inline void inbox_is_open() {
+    needs_cluster();
+    host_cuda::arrive_at_cluster();
+}
+inline void inboxes_are_open() {
+    needs_cluster();
+    host_cuda::wait_for_cluster();
+}
 inline void wait_for_inbox(uint64_t* inbox) {
+    needs_cluster();
     while (*static_cast<volatile uint64_t*>(inbox) > 0) host_cuda::change_over();
 }
 // Where this block's `own` is in block `rank`.
@@ -323,11 +346,11 @@ template <typename T>
 void send(T* to, uint64_t* inbox, int rank, T x) {
     memcpy(place_in(to, rank, sizeof x), &x, sizeof x);
     uint64_t* const there = place_in(inbox, rank, sizeof *inbox);
+    needs_cluster();
+    host_cuda::require(host_cuda::inboxes.count(there), "sent to an inbox that is not open");
+    host_cuda::require(!host_cuda::threads[rank * blockDim.x].done, "sent to who has ended");
     host_cuda::require(*there >= sizeof x && *there < 1u << 30, "sent more than the inbox is for");
     *there -= sizeof x;
-}
-inline void send(float* to, uint64_t* inbox, int rank, float4 x) {
-    send(reinterpret_cast<float4*>(to), inbox, rank, x);
 }
 inline float tanh_approximately(float x) { return 1.f - 2.f / (1.f + exp2f(x * 2.885390082f)); }
 inline void expect_in_l2(const void*) {}

@@ -4,7 +4,6 @@
 #include <tuple>
 
 #include "decode_attention_cluster_plan.cuh"
-#include "decode_attention_mma.cuh"
 #include "decode_attention_scalar.cuh"
 
 namespace offload {
@@ -76,44 +75,6 @@ int find_fit(Kernel kernel, int threads, int stage_bytes, int fixed_bytes, const
     return 0;
 }
 
-// A kernel of the tensor cores and its shape; `queries` are an item's.
-struct Mma {
-    Kernel kernel;
-    int most_teams, queries_a_team;
-    int (*stage_bytes)(int teams);
-    int (*shared_bytes)(int teams, int stages);
-};
-
-template <typename T, int kDim, int kQueries>
-Mma mma() {
-    using Shape = MmaShape<kDim, kQueries>;
-    return {decode_attention_kernel<MmaMath<T, kDim, kQueries>>, Shape::kMostTeams,
-            Shape::queries(1), Shape::stage_bytes, Shape::shared_bytes};
-}
-
-template <typename T, int kDim>
-Mma mma_for_group(int group) {
-    if (group <= 8) return mma<T, kDim, 1>();
-    if (group <= 16) return mma<T, kDim, 2>();
-    return mma<T, kDim, 4>();
-}
-
-template <typename T>
-Mma mma_for(int head_dim, int group) {
-    if (head_dim <= 64) return mma_for_group<T, 64>(group);
-    if (head_dim <= 80) return mma_for_group<T, 80>(group);
-    if (head_dim <= 96) return mma_for_group<T, 96>(group);
-    if (head_dim <= 128) return mma_for_group<T, 128>(group);
-    return mma_for_group<T, 256>(group);
-}
-
-template <typename T>
-Kernel scalar_for(int queries) {
-    if (queries <= 1) return decode_attention_kernel<ScalarMath<T, 1>>;
-    if (queries <= 4) return decode_attention_kernel<ScalarMath<T, 4>>;
-    return decode_attention_kernel<ScalarMath<T, 16>>;
-}
-
 // Everything that the tensor cores' math reads 16 bytes of at once begins at a multiple of 16.
 bool tensor_cores_take(const OffloadDecodeAttention& a) {
     return a.dtype != OFFLOAD_F32 && a.head_dim % 8 == 0 && a.head_dim <= 256 &&
@@ -132,8 +93,7 @@ int plan_mma(const OffloadDecodeAttention& a, const Device& device, Plan* plan, 
     // where it is anyway. A caller that gives `splits` gets the former.
     const bool apart = p.group > 16 && fits_l2(a) && a.splits == 0;
     const int group = apart ? 16 : p.group;
-    const Mma m = a.dtype == OFFLOAD_F16 ? mma_for<__half>(a.head_dim, group)
-                                         : mma_for<__nv_bfloat16>(a.head_dim, group);
+    const MmaKernel m = mma_kernel(a.dtype, a.head_dim, group);
     for (int most_teams = m.most_teams; most_teams > 0; --most_teams) {
         share_heads(plan, most_teams * m.queries_a_team);
         const int teams = divided(p.tile_heads, m.queries_a_team);
@@ -154,11 +114,9 @@ int plan_mma(const OffloadDecodeAttention& a, const Device& device, Plan* plan, 
 int plan_scalar(const OffloadDecodeAttention& a, const Device& device, Plan* plan, Fit* fit) {
     Params& p = plan->params;
     const int element = a.dtype == OFFLOAD_F32 ? 4 : 2;
-    share_heads(plan, 16);
-    const int queries = p.tile_heads <= 1 ? 1 : p.tile_heads <= 4 ? 4 : 16;
-    plan->kernel = a.dtype == OFFLOAD_F32   ? scalar_for<float>(queries)
-                   : a.dtype == OFFLOAD_F16 ? scalar_for<__half>(queries)
-                                            : scalar_for<__nv_bfloat16>(queries);
+    const ScalarKernel s = scalar_kernel(a.dtype, p.group);
+    share_heads(plan, s.queries);
+    plan->kernel = s.kernel;
     plan->threads = kScalarThreads;
     const uintptr_t places = reinterpret_cast<uintptr_t>(a.key_cache) |
                              reinterpret_cast<uintptr_t>(a.value_cache) |
@@ -167,7 +125,7 @@ int plan_scalar(const OffloadDecodeAttention& a, const Device& device, Plan* pla
                              static_cast<uintptr_t>(a.head_dim * element);
     p.unit = places % 16 == 0 ? 16 : places % 4 == 0 ? 4 : element;
     for (p.columns = 64; p.columns >= 4; p.columns /= 2) {
-        const ScalarShape shape(p.padded_dim, element, p.columns, queries);
+        const ScalarShape shape(p.padded_dim, element, p.columns, s.queries);
         if (p.columns > 8 && shape.stage_bytes() > 36 * 1024) continue;
         if (int status = find_fit(plan->kernel, plan->threads, shape.stage_bytes(),
                                   shape.shared_bytes(0), device, Want::kBytes, fit))
@@ -247,7 +205,6 @@ int make_plan(const OffloadDecodeAttention& a, Plan* plan) {
         if (int status = plan_scalar(a, device, plan, &fit)) return status;
     p.items = a.kv_heads * p.head_tiles;
     p.room = plan->shared / static_cast<int>(sizeof(float2));
-    p.early = a.launch_early != 0;
     const int64_t most = static_cast<int64_t>(a.batch) * p.items * divided(a.max_length, p.columns);
     const int64_t wanted = a.splits ? a.splits : fit.ctas * device.multiprocessors;
     plan->grid = static_cast<int>(min(min(wanted, static_cast<int64_t>(kMostShares)), most));

@@ -59,7 +59,6 @@ struct Params {
     int32_t max_length, window;
     int32_t stages;
     int32_t room;          // of shared memory, in float2s
-    int32_t early;         // the kernel ahead may still run
     int32_t columns;       // of a tile, where the math leaves it open
     int32_t unit;          // bytes a copy into shared memory moves, where the math leaves it open
     int32_t cluster;       // CTAs, where they come in clusters
@@ -132,8 +131,9 @@ struct Share {
     }
 };
 
-// Finds the share of this CTA; false where there is less work than CTAs.
-__device__ __forceinline__ bool find_share(const Params& p, int32_t width, Share* share) {
+// Finds the share of this CTA; false where there is less work than CTAs. Not inlined, as
+// combine_cuts: compiled once, not once a kernel.
+static __device__ __noinline__ bool find_share(const Params& p, int32_t width, Share* share) {
     __shared__ int64_t warp_totals[kMostWarps];
     __shared__ int32_t warp_most[kMostWarps];
     __shared__ int32_t place[3];
@@ -145,6 +145,7 @@ __device__ __forceinline__ bool find_share(const Params& p, int32_t width, Share
     const int to = min(from + strip, p.batch);
     int64_t own = 0;
     int32_t most = 0;
+#pragma unroll 1
     for (int b = from; b < to; ++b) {
         const int32_t tiles = tiles_of(visible(p, b).columns, width);
         own += tiles;
@@ -189,6 +190,7 @@ __device__ __forceinline__ bool find_share(const Params& p, int32_t width, Share
     int32_t b = from, item = 0;
     if (here) {
         int32_t tiles;
+#pragma unroll 1
         for (;; ++b) {
             tiles = tiles_of(visible(p, b).columns, width);
             if (rest < static_cast<int64_t>(tiles) * p.items) break;
@@ -281,10 +283,11 @@ __device__ __forceinline__ float normaliser(const Params& p, int head, int32_t e
 }
 
 // Turns q.k into a score in units of log2(e); `from_last` is its column less the last visible one.
+template <typename Tanh>
 __device__ __forceinline__ float score(const Params& p, float product, float scale, float slope,
-                                       int32_t from_last) {
+                                       int32_t from_last, Tanh tanh) {
     float x = product * scale;
-    if (p.softcap > 0.f) x = p.softcap * kLog2e * tanhf(x);
+    if (p.softcap > 0.f) x = p.softcap * kLog2e * tanh(x);
     return p.slopes ? x + slope * static_cast<float>(from_last) : x;
 }
 __device__ __forceinline__ float score_scale(const Params& p) {
@@ -357,12 +360,15 @@ __device__ __forceinline__ void weigh_parts(const Params& p, const Cursor& at, i
                                             int64_t into, float2* scratch) {
     const int heads = at.heads(p), lane = threadIdx.x % 32;
     __syncthreads();
+#pragma unroll 1
     for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
         float most = -INFINITY;
+#pragma unroll 1
         for (int n = lane; n < count; n += 32) most = fmaxf(most, scratch[n * heads + head].x);
         most = warp_most(most);
         const float base = most == -INFINITY ? 0.f : most;
         float sum = 0.f;
+#pragma unroll 1
         for (int n = lane; n < count; n += 32) {
             float2& stat = scratch[n * heads + head];
             stat.x = exp2f(stat.x - base);
@@ -375,6 +381,7 @@ __device__ __forceinline__ void weigh_parts(const Params& p, const Cursor& at, i
         }
         const float factor =
             normaliser(p, at.head(p) + head, at.see.first + at.see.columns, most, sum);
+#pragma unroll 1
         for (int n = lane; n < count; n += 32) scratch[n * heads + head].x *= factor;
     }
     __syncthreads();
@@ -407,6 +414,7 @@ __device__ __forceinline__ void add_parts(const Params& p, const Cursor& at, con
     const int64_t slot = static_cast<int64_t>(p.tile_heads) * p.padded_dim;
     const float* from = nullptr;
     const auto copy = [&] {
+#pragma unroll 1
         for (int j = 0; j < depth && e < all; ++j) {
             if (n < 2)
                 from = p.sums + parts.slot(n) * slot + e * 4;
@@ -427,6 +435,7 @@ __device__ __forceinline__ void add_parts(const Params& p, const Cursor& at, con
         const int i = threadIdx.x + j * threads;
         if (i < stats) shared[i] = early[j];
     }
+#pragma unroll 1
     for (int i = threadIdx.x + kStats * threads; i < stats; i += threads) shared[i] = stat(i);
     weigh_parts(p, at, parts.count, into, shared);
     float4 sum = {0.f, 0.f, 0.f, 0.f};
@@ -434,6 +443,7 @@ __device__ __forceinline__ void add_parts(const Params& p, const Cursor& at, con
     const float2* weight = shared + head;
     while (added_e < all) {
         wait_for_copies(0);
+#pragma unroll 2
         for (int j = 0; j < depth && added_e < all; ++j) {
             const float4 x = sums[j * threads];
             sum.x += x.x * weight->x;
@@ -466,30 +476,33 @@ __device__ __forceinline__ void store_output(const Params& p, int b, int head, i
 
 // Called by the CTA that has all parts of the cut item at `at`, or of a group of them: into the
 // output, where need be once all groups are there. `scratch` is shared memory, p.room of it.
-template <typename Math>
+template <typename T>
 __device__ __forceinline__ void combine(const Params& p, const Cursor& at, const Cut& cut,
                                         float2* scratch) {
-    if (cut.step > 1) {
-        const Parts group = cut.group();
-        const int64_t into = group.slot(0);
-        add_parts(p, at, group, into, scratch, [&](int head, int element, float4 sums) {
-            __stcg(reinterpret_cast<float4*>(p.sums + (into * p.tile_heads + head) * p.padded_dim +
-                                             element),
-                   sums);
+    bool grouped = cut.step > 1;
+    while (true) {
+        const Parts parts = grouped ? cut.group() : cut.all();
+        const int64_t into = grouped ? parts.slot(0) : -1;
+        add_parts(p, at, parts, into, scratch, [&](int head, int element, float4 sums) {
+            if (into < 0)
+                store_output<T>(p, at.b, at.head(p) + head, element, sums);
+            else
+                __stcg(reinterpret_cast<float4*>(
+                           p.sums + (into * p.tile_heads + head) * p.padded_dim + element),
+                       sums);
         });
+        if (!grouped) return;
         uint32_t* const counter = p.counters + 2 * kMostShares + cut.first;
         if (!arrive(counter, cut.all().count, nullptr, 0)) return;
+        grouped = false;
     }
-    add_parts(p, at, cut.all(), -1, scratch, [&](int head, int element, float4 sums) {
-        store_output<typename Math::Element>(p, at.b, at.head(p) + head, element, sums);
-    });
 }
 
 // Called at a piece's end, which `end` is: combines the items that it has parts of and whose other
 // parts are there.
-template <typename Math>
-__device__ __forceinline__ void combine_cuts(const Params& p, const Share& share, int32_t width,
-                                             const Cursor& end, float2* scratch) {
+template <typename T>
+__device__ __noinline__ void combine_cuts(const Params& p, const Share& share, int32_t width,
+                                          const Cursor& end, float2* scratch) {
     const bool tail = share.tile > 0;  // the piece's first item began before it
     const bool head = !end.fresh && (end.segment > 0 || !tail);
     if (!tail && !head) return;
@@ -502,7 +515,7 @@ __device__ __forceinline__ void combine_cuts(const Params& p, const Share& share
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
         if (!(last >> i & 1)) continue;
-        combine<Math>(p, i ? end : begun, i ? second : first, scratch);
+        combine<T>(p, i ? end : begun, i ? second : first, scratch);
         __syncthreads();  // all are done with `scratch`
     }
 }
@@ -528,28 +541,20 @@ __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
     Math math(p, shared);
     Cursor ahead(p, share, width), at(p, share, width);
     const int lead = p.stages - 1;
-    if (p.early) {
-        Cursor early = at;
-        for (int stage = 0; stage < lead; ++stage) {
-            if (early.left > 0) {
-                math.load_early(p, stage, early);
-                early.advance(p, width);
-            }
-            end_copies();
+    Cursor early = at;
+#pragma unroll 1
+    for (int stage = 0; stage < lead; ++stage) {
+        if (early.left > 0) {
+            math.load_early(p, stage, early);
+            early.advance(p, width);
         }
-        wait_for_previous_kernel();
-        for (int stage = 0; stage < lead && ahead.left > 0; ++stage) {
-            math.load_late(p, stage, ahead);
-            ahead.advance(p, width);
-        }
-    } else {
-        for (int stage = 0; stage < lead; ++stage) {
-            if (ahead.left > 0) {
-                math.load(p, stage, ahead);
-                ahead.advance(p, width);
-            }
-            end_copies();
-        }
+        end_copies();
+    }
+    wait_for_previous_kernel();
+#pragma unroll 1
+    for (int stage = 0; stage < lead && ahead.left > 0; ++stage) {
+        math.load_late(p, stage, ahead);
+        ahead.advance(p, width);
     }
 
     int32_t begun = 0;  // the first tile of this item in this piece
@@ -574,7 +579,8 @@ __global__ void __launch_bounds__(Math::kMostThreads, Math::kLeastCtas)
         else
             math.store_part(p, at, 2 * static_cast<int64_t>(blockIdx.x) + (begun == 0));
     }
-    combine_cuts<Math>(p, share, width, at, reinterpret_cast<float2*>(shared));
+    const Cursor end = at;  // `at` itself stays in registers
+    combine_cuts<typename Math::Element>(p, share, width, end, reinterpret_cast<float2*>(shared));
 }
 
 }  // namespace decode

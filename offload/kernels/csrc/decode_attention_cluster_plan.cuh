@@ -4,12 +4,11 @@
 #include <mutex>
 #include <tuple>
 
-#include "decode_attention_clusters.cuh"
+#include "decode_attention_kernels.cuh"
+#include "decode_attention_pieces.cuh"
 
 namespace offload {
 namespace decode {
-
-using Kernel = void (*)(Params);
 
 struct Plan {
     Kernel kernel;
@@ -34,36 +33,8 @@ struct ClusterShape {
 constexpr int kNoClusters = 1;  // of OffloadDecodeAttention::variant
 // Of a warp: what makes another cluster for an item, and so a merge through global memory (2 us),
 // worth it.
-constexpr int kLeastStrips = 4;
-
-struct ClusterKernel {
-    Kernel kernel;
-    int heads;
-    int (*ring_bytes)(int stages);
-    int (*shared_bytes)(int warps, int stages, int cluster);
-    int (*slot)(int cluster);
-};
-
-template <typename T, int kDim>
-ClusterKernel cluster_kernel(int queries) {
-    if (queries <= 8) {
-        using Shape = StripShape<kDim, 1>;
-        return {decode_attention_clusters_kernel<T, kDim, 1>, Shape::kHeads, Shape::ring_bytes,
-                Shape::shared_bytes, Shape::slot};
-    }
-    using Shape = StripShape<kDim, 2>;
-    return {decode_attention_clusters_kernel<T, kDim, 2>, Shape::kHeads, Shape::ring_bytes,
-            Shape::shared_bytes, Shape::slot};
-}
-
-template <typename T>
-ClusterKernel cluster_kernel(int head_dim, int queries) {
-    if (head_dim <= 64) return cluster_kernel<T, 64>(queries);
-    if (head_dim <= 80) return cluster_kernel<T, 80>(queries);
-    if (head_dim <= 96) return cluster_kernel<T, 96>(queries);
-    if (head_dim <= 128) return cluster_kernel<T, 128>(queries);
-    return cluster_kernel<T, 256>(queries);
-}
+constexpr int kLeastStrips = 8;
+constexpr int kFewStrips = 4, kManyStrips = 16;  // of a warp, where a CTA has four
 
 // How many clusters run at once; 0 where one does not fit. Worked out once a kernel, device and
 // size.
@@ -86,8 +57,6 @@ inline int clusters_at_once(const Plan& plan, const Device& device, int* cluster
             {cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared},
             {cudaFuncAttributeNonPortableClusterSizeAllowed, 1}};
         for (const auto& one : wanted) {
-            if (one.first == cudaFuncAttributeNonPortableClusterSizeAllowed && device.major < 9)
-                continue;
             if (int status = cuda_status("decode_attention",
                                          cudaFuncSetAttribute(function, one.first, one.second)))
                 return status;
@@ -118,15 +87,31 @@ inline int clusters_at_once(const Plan& plan, const Device& device, int* cluster
     return 0;
 }
 
+// The quickest shape that was measured (on an H200: 132 multiprocessors) for `items` of so many
+// strips: about a CTA a multiprocessor, and no second round of them.
+inline ClusterShape cluster_shape(int64_t items, int strips, int head_dim, const Device& device) {
+    ClusterShape shape = {8, 4, 3};
+    while (shape.cluster > 2 && items * shape.cluster * 2 >= device.multiprocessors * 3)
+        shape.cluster /= 2;
+    const int a_warp = divided(strips, shape.cluster * shape.warps);
+    const bool alone = items * shape.cluster <= device.multiprocessors && head_dim <= 128;
+    if (alone && a_warp > kFewStrips && a_warp <= kManyStrips) shape.warps = 8;
+    if (a_warp > kManyStrips) shape.stages = 2;  // for more CTAs a multiprocessor
+    shape.stages = min(shape.stages, divided(strips, shape.cluster * shape.warps));
+    return shape;
+}
+
 // Shapes the launch for clusters where it is one for them; else leaves plan->cluster 0. Call it
 // where the tensor cores take the call's head size and addresses.
 inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, bool in_l2,
                          Plan* plan) {
     Params& p = plan->params;
     const bool chosen = a.variant > kNoClusters;
+    const int strips = divided(a.max_length, kStrip);  // at most, of an item
     ClusterShape shape = {a.variant % 100, a.variant / 100 % 100, a.variant / 10000};
     if (a.variant == kNoClusters || a.batch < 1 || (!chosen && a.splits > 0)) return 0;
-    share_heads(plan, 16);
+    const ClusterKernel k = cluster_kernel(a.dtype, a.head_dim, p.group);
+    share_heads(plan, k.heads);
     const int64_t pieces = static_cast<int64_t>(a.batch) * a.kv_heads * p.head_tiles;
     if (!chosen) {
         // Enough items fill the GPU by themselves, and shares of a line then fill it evenly. Large
@@ -134,27 +119,18 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
         if (device.major < 9 || a.batch > kMostClusterRows || pieces > device.multiprocessors)
             return 0;
         if (p.head_tiles > 1 && !in_l2) return 0;
-        shape = {8, 4, 3};
-        // One round of CTAs, four of them at once on a multiprocessor.
-        while (shape.cluster > 1 && pieces * shape.cluster > 4 * device.multiprocessors)
-            shape.cluster /= 2;
+        shape = cluster_shape(pieces, strips, a.head_dim, device);
     }
     const bool known_cluster = shape.cluster >= 1 && shape.cluster <= kMostCluster &&
                                (shape.cluster & (shape.cluster - 1)) == 0;
     if (!known_cluster || (shape.warps != 4 && shape.warps != 8) || shape.stages < 1 ||
-        shape.stages > 4 || (shape.cluster > 1 && device.major < 9) ||
-        pieces * shape.cluster > INT_MAX)
+        shape.stages > 4 || device.major < 9 || pieces * shape.cluster > INT_MAX)
         return refuse("decode_attention: variant %d is none of this GPU's", a.variant);
 
-    const ClusterKernel k = a.dtype == OFFLOAD_F16
-                                ? cluster_kernel<__half>(a.head_dim, p.tile_heads)
-                                : cluster_kernel<__nv_bfloat16>(a.head_dim, p.tile_heads);
-    const int strips = divided(a.max_length, kStrip);  // at most, of an item
     const int warps = shape.cluster * shape.warps;
     plan->kernel = k.kernel;
     plan->threads = 32 * shape.warps;
     int at_once = 0;
-    if (!chosen) shape.stages = min(3, (strips - 1) / warps + 1);
     for (; shape.stages > 0; --shape.stages) {
         plan->cluster = shape.cluster;
         plan->shared = k.shared_bytes(shape.warps, shape.stages, shape.cluster);
@@ -168,7 +144,6 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     p.items = a.kv_heads * p.head_tiles;
     p.cluster = shape.cluster;
     p.stages = shape.stages;
-    p.early = a.launch_early != 0;
     const bool counted = chosen && a.splits > 0;
     p.least_strips = warps * (counted ? 1 : kLeastStrips);
     // The parts' statistics take the rings' place; every CTA has a counter.

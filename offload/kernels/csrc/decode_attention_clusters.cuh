@@ -6,15 +6,16 @@
 // weighs and sums its own strips alone, without a barrier. Then three merges, each in a fixed
 // order: the warps of a CTA through its shared memory; the CTAs of a cluster by writing into each
 // other's, each CTA having a slice of the results; and, where an item has several clusters, their
-// CTAs of one slice through the workspace, by the last of them (by a counter). Before sm_90 a
-// cluster is one CTA.
+// CTAs of one slice through the workspace, by the last of them (by a counter). For sm_90 and later.
+//
+// Clusters of one CTA are launched without clusters, where the instructions of clusters are illegal
+// ones; their CTA stores what others send.
 #pragma once
 #include "decode_attention_strips.cuh"
 
 namespace offload {
 namespace decode {
 
-constexpr int kMostCluster = 16;    // CTAs
 constexpr int kMostStripWarps = 8;  // of a CTA
 
 // Adds `count` parts of some results: of part i, at(i) is the maximum and the sum of weights,
@@ -50,6 +51,7 @@ __device__ __forceinline__ float2 merge(int count, At at, Load load, Add add) {
 template <typename T, int kDim, int kQueries>
 __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <= 128 ? 2 : 1)
     decode_attention_clusters_kernel(const __grid_constant__ Params p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     using Shape = StripShape<kDim, kQueries>;
     extern __shared__ __align__(128) unsigned char shared[];
     let_next_kernel_begin();
@@ -69,9 +71,12 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
     // Fours of the item's results, of a CTA's slice of them, and of this one's.
     const int heads = piece.heads(p), all = heads * Shape::kQuads;
     const int slice = (all - 1) / cluster + 1, own = max(min(slice, all - rank * slice), 0);
-    if (threadIdx.x == 0) open_inbox(inbox, cluster * (own * 16 + heads * 8));
-    __syncwarp();
-    inbox_is_open();
+    const bool alone = cluster == 1;
+    if (!alone) {
+        if (threadIdx.x == 0) open_inbox(inbox, cluster * (own * 16 + heads * 8));
+        __syncwarp();
+        inbox_is_open();
+    }
 
     const int step = cluster * warps;
     int32_t ahead = piece.begin + rank * warps + warp, at = ahead, late = -1;
@@ -88,7 +93,8 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
         }
         end_copies();
     }
-    inboxes_are_open();
+    __syncwarp();  // copies of the last strip are not the same for all lanes
+    if (!alone) inboxes_are_open();
     wait_for_previous_kernel();
     math.read_late(p, late, late_stage);
     for (int stage = 0; at < piece.end; at += step) {
@@ -126,10 +132,20 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
                 x.w += y[j].w * weight;
             });
         const int to = i / slice;
-        send(sent + (rank * slice + i - to * slice) * 4, inbox, to, x);
-        if (quad < cluster) send(sent_stats + rank * Shape::kHeads + head, inbox, quad, merged);
+        float4* const there = reinterpret_cast<float4*>(sent) + (rank * slice + i - to * slice);
+        float2* const stats_there = sent_stats + rank * Shape::kHeads + head;
+        if (alone) {
+            *there = x;
+            if (quad == 0) *stats_there = merged;
+        } else {
+            send(there, inbox, to, x);
+            if (quad < cluster) send(stats_there, inbox, quad, merged);
+        }
     }
-    wait_for_inbox(inbox);
+    if (alone)
+        __syncthreads();
+    else
+        wait_for_inbox(inbox);
 
     // The cluster's CTAs, each thread some of this CTA's slice.
     const int begin = rank * slice * 4, count = own * 4;
@@ -200,6 +216,7 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
             [&](int j, float weight) { x += y[j] * weight; });
         if (i * threads + static_cast<int>(threadIdx.x) < count) store(head, element, merged, x);
     }
+#endif
 }
 
 }  // namespace decode

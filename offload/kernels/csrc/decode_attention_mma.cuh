@@ -137,7 +137,7 @@ struct MmaMath {
             const T* from = queries_from(p, at);
             const int heads = at.heads(p);
             const uint32_t to = queries_of(p, at);
-#pragma unroll 4
+#pragma unroll 2
             for (int i = threadIdx.x; i < Shape::queries(threads / Shape::kTeam) * Shape::kChunks;
                  i += threads) {
                 const int row = i / Shape::kChunks, part = i % Shape::kChunks;
@@ -166,7 +166,7 @@ struct MmaMath {
     // Column `but` is left out.
     __device__ void copy_seen(const Params& p, uint32_t to, const T* from, int rows,
                               int but = -1) const {
-#pragma unroll 2
+#pragma unroll 1
         for (int i = threadIdx.x; i < kCopies; i += threads) {
             const int row = i / Shape::kChunks, chunk = i % Shape::kChunks;
             if (row == but) continue;
@@ -184,6 +184,7 @@ struct MmaMath {
         const T* from = queries_from(p, at);
         const int heads = at.heads(p);
         const uint32_t to = queries_of(p, at);
+#pragma unroll 1
         for (int i = threadIdx.x; i < Shape::queries(threads / Shape::kTeam) * Shape::kChunks;
              i += threads) {
             const int row = i / Shape::kChunks, chunk = i % Shape::kChunks;
@@ -278,7 +279,8 @@ struct MmaMath {
             for (int i = 0; i < 4; ++i) {
                 const int in_tile = warp * 16 + lane / 4 + i / 2 * 8;
                 const int from_last = at.tile * kColumns + in_tile - (at.see.columns - 1);
-                const float s = score(p, x[n][i], scale, slope[n][i % 2], from_last);
+                const float s =
+                    score(p, x[n][i], scale, slope[n][i % 2], from_last, tanh_approximately);
                 const int q = team_query + n * 8 + lane % 4 * 2 + i % 2;
                 scores[q * Shape::kScores + in_tile] = from_last > 0 ? -INFINITY : s;
             }

@@ -7,6 +7,7 @@ namespace offload {
 namespace decode {
 
 constexpr int kStrip = 16;            // columns
+constexpr int kMostCluster = 16;      // CTAs
 constexpr int kMostClusterRows = 32;  // sequences whose items may have several clusters: one a lane
 
 // What a cluster does: strips [begin, end) of an item, as one of `parts` clusters, the first of

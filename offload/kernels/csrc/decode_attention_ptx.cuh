@@ -125,31 +125,25 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
     return transposed;
 }
 
-// What a cluster's CTAs write into each other's shared memory. Each opens its inbox (16 bytes
-// there) for so many bytes, in one thread; when all CTAs have, `inboxes_are_open` returns in all
-// threads, and every CTA may send. Bytes are seen by who then waited for the inbox. Before sm_90 a
-// cluster is one CTA.
+// What a cluster's CTAs write into each other's shared memory, on sm_90 and in launches with
+// clusters only. Each opens its inbox (16 bytes there) for so many bytes, in one thread; when all
+// CTAs have, `inboxes_are_open` returns in all threads, and every CTA may send. Bytes are seen by
+// who then waited for the inbox.
 __device__ __forceinline__ void open_inbox(uint64_t* inbox, uint32_t bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(inbox));
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                  : "memory");
-#endif
 }
+// These two: whole warps at once.
 __device__ __forceinline__ void inbox_is_open() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
 }
 __device__ __forceinline__ void inboxes_are_open() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
 }
 __device__ __forceinline__ void wait_for_inbox(uint64_t* inbox) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(inbox));
     uint32_t done;
     do {
@@ -160,39 +154,26 @@ __device__ __forceinline__ void wait_for_inbox(uint64_t* inbox) {
             : "r"(at)
             : "memory");
     } while (!done);
-#else
-    __syncthreads();
-#endif
 }
 // The place in CTA `rank`'s shared memory that `own` is in this one's.
 __device__ __forceinline__ uint32_t place_in(const void* own, int rank) {
     uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(own));
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-#endif
     return at;
 }
-__device__ __forceinline__ void send(float* to, uint64_t* inbox, int rank, float4 x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void send(float4* to, uint64_t* inbox, int rank, float4 x) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
         "[%5];" ::"r"(place_in(to, rank)),
         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(place_in(inbox, rank))
         : "memory");
-#else
-    *reinterpret_cast<float4*>(to) = x;
-#endif
 }
 __device__ __forceinline__ void send(float2* to, uint64_t* inbox, int rank, float2 x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
         "[%3];" ::"r"(place_in(to, rank)),
         "f"(x.x), "f"(x.y), "r"(place_in(inbox, rank))
         : "memory");
-#else
-    *to = x;
-#endif
 }
 
 template <typename T>

@@ -95,6 +95,7 @@ struct ScalarMath {
         const T* value = static_cast<const T*>(p.value) + offset;
         T* to_key = reinterpret_cast<T*>(keys(stage) + row * shape.row);
         T* to_value = reinterpret_cast<T*>(values(stage) + row * shape.row);
+#pragma unroll 1
         for (int i = threadIdx.x; i < p.padded_dim; i += kScalarThreads) {
             const bool real = i < p.head_dim;
             const T k = real ? __ldcg(key + i) : from_float<T>(0.f);
@@ -130,24 +131,27 @@ struct ScalarMath {
         const int units = p.padded_dim * static_cast<int>(sizeof(T)) / p.unit;  // a row
         const int elements = p.unit / static_cast<int>(sizeof(T));              // a unit
         const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-        for (int i = threadIdx.x; i < rows * units; i += kScalarThreads) {
-            const int row = i / units, unit = i % units;
-            const int place = row * shape.row + unit * p.unit;
-            const bool real = unit * elements < p.head_dim;
-            const T* source = real ? from + row * p.head_dim + unit * elements : from;
-            if (p.unit == 16)
-                copy_async<16>(base + place, source, real ? 16 : 0);
-            else if (p.unit == 4)
-                copy_async<4>(base + place, source, real ? 4 : 0);
-            else
-                *reinterpret_cast<T*>(to + place) = real ? *source : from_float<T>(0.f);
-        }
+#pragma unroll 2
+        for (int row = threadIdx.x / 32; row < rows; row += kScalarThreads / 32)
+#pragma unroll 1
+            for (int unit = threadIdx.x % 32; unit < units; unit += 32) {
+                const int place = row * shape.row + unit * p.unit;
+                const bool real = unit * elements < p.head_dim;
+                const T* source = real ? from + row * p.head_dim + unit * elements : from;
+                if (p.unit == 16)
+                    copy_async<16>(base + place, source, real ? 16 : 0);
+                else if (p.unit == 4)
+                    copy_async<4>(base + place, source, real ? 4 : 0);
+                else
+                    *reinterpret_cast<T*>(to + place) = real ? *source : from_float<T>(0.f);
+            }
     }
 
     __device__ void begin(const Params& p, const Cursor& at) {
         const T* from =
             static_cast<const T*>(p.query) + at.b * p.query_batch + at.head(p) * p.query_head;
         const int heads = at.heads(p);
+#pragma unroll 1
         for (int i = threadIdx.x; i < kQueries * p.padded_dim; i += kScalarThreads) {
             const int q = i / p.padded_dim, element = i % p.padded_dim;
             queries[i] = q < heads && element < p.head_dim
@@ -179,6 +183,7 @@ struct ScalarMath {
             output[q].z *= factor;
             output[q].w *= factor;
         }
+#pragma unroll kQueries < 16 ? 4 : 1
         for (int row = first; row < rows; row += lanes) {
             const float4 v =
                 load_four(reinterpret_cast<const T*>(values(stage) + row * shape.row) + quad * 4);
@@ -202,6 +207,7 @@ struct ScalarMath {
         for (int q = threadIdx.x / p.columns * kTogether; q < heads;
              q += kScalarThreads / p.columns * kTogether) {
             float4 x[kTogether] = {};
+#pragma unroll kQueries < 16 ? 4 : 1
             for (int quad = 0; quad < quads; ++quad) {
                 const float4 k = load_four(key + quad * 4);
 #pragma unroll
@@ -219,7 +225,7 @@ struct ScalarMath {
                 const float slope = p.slopes ? p.slopes[at.head(p) + q + i] * kLog2e : 0.f;
                 const int from_last = at.tile * p.columns + row - (at.see.columns - 1);
                 scores[(q + i) * shape.score_stride() + row] =
-                    score(p, (x[i].x + x[i].y) + (x[i].z + x[i].w), scale, slope, from_last);
+                    score(p, (x[i].x + x[i].y) + (x[i].z + x[i].w), scale, slope, from_last, tanhf);
             }
         }
     }
@@ -227,6 +233,7 @@ struct ScalarMath {
     // Scores become weights; queries that are not there keep weights of 0.
     __device__ void weigh(int heads, int rows) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
         for (int q = warp; q < kQueries; q += kScalarThreads / 32) {
             float* at = scores + q * shape.score_stride();
             if (q >= heads) {
@@ -266,6 +273,7 @@ struct ScalarMath {
             __syncthreads();
             if (static_cast<int>(threadIdx.x) < quads) {
                 float4 all = exchange[threadIdx.x];
+#pragma unroll 1
                 for (int i = 1; i < lanes; ++i) {
                     const float4 x = exchange[i * quads + threadIdx.x];
                     all.x += x.x;
@@ -279,9 +287,13 @@ struct ScalarMath {
     }
 
     __device__ void store(const Params& p, const Cursor& at) const {
+        const int own = threadIdx.x;
+        __syncthreads();  // all are done with `shrink`
+        if (own < at.heads(p))
+            shrink[own] =
+                normaliser(p, at.head(p) + own, at.see.first + at.see.columns, most[own], sum[own]);
         each(at.heads(p), [&](int q, int element, float4 x) {
-            const float factor =
-                normaliser(p, at.head(p) + q, at.see.first + at.see.columns, most[q], sum[q]);
+            const float factor = shrink[q];
             store_output<T>(p, at.b, at.head(p) + q, element,
                             {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
         });

@@ -200,9 +200,8 @@ struct StripMath {
             for (int i = 0; i < 4; ++i) {
                 const int column = strip * kStrip + lane / 4 + i / 2 * 8;
                 const int from_last = column - (piece.see.columns - 1);
-                float s = (x[n][i] + odd[n][i]) * scale;
-                if (p.softcap > 0.f) s = p.softcap * kLog2e * tanh_approximately(s);
-                if (p.slopes) s += slope[n][i % 2] * static_cast<float>(from_last);
+                const float s = score(p, x[n][i] + odd[n][i], scale, slope[n][i % 2], from_last,
+                                      tanh_approximately);
                 x[n][i] = from_last > 0 ? -INFINITY : s;
             }
             weigh(n, x[n], weights[n]);
