@@ -216,13 +216,15 @@ def ways_for(shape: Shape) -> dict[str, Options]:
         a_warp, ctas = -(-strips // (cluster * warps)), items * cluster
         if not min(a_warp, 2) <= stages <= a_warp or warps * stages * shape.head_dim > 3072:
             continue
-        if ctas > 1100 or (cluster < 8 and ctas < 128):
+        long = a_warp >= 32  # what small clusters would serve by many of them
+        if ctas > 600 or (cluster < 8 and ctas < 128 and not long):
             continue
         name, way = f"{cluster}x{warps}x{stages}", cluster + 100 * warps + 10000 * stages
-        ways[name] = {"variant": way}
-        if a_warp > 1 and ctas <= 132:
-            for clusters in (items, 132 // cluster, 264 // cluster):
-                if stages < 4 and clusters >= items:
+        if ctas >= 64 or cluster >= 8:
+            ways[name] = {"variant": way}
+        if a_warp > 1 and ctas <= 132 and stages < 4:
+            for clusters in {items, 132 // cluster, 264 // cluster}:
+                if clusters >= items and (not long or clusters > items):
                     ways[f"{name} /{clusters}"] = {"variant": way, "splits": clusters}
     return ways
 
