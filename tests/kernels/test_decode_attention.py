@@ -168,11 +168,14 @@ def check(machine: str, arguments: dict[str, Any], what: str = "") -> None:
 
 
 def exponents(arguments: dict[str, Any]) -> float:
-    """The largest sink, or score without its slope, that a weight is the exponential of."""
+    """The largest sink, or score without its slope, that a weight is the exponential of.
+
+    Of a score, the sum of its terms' sizes: that is what the error of summing them is relative to.
+    """
     a = widened(arguments)
     key = torch.where(seen(a, a["key_cache"].shape[2])[:, None, :, None], a["key_cache"], 0)
     key = key.repeat_interleave(a["query"].shape[1] // key.shape[1], 1)
-    score = torch.einsum("bhd,bhcd->bhc", a["query"], key).abs() * a["scale"]
+    score = torch.einsum("bhd,bhcd->bhc", a["query"].abs(), key.abs()) * abs(a["scale"])
     sizes = [x.abs().max().item() for x in (score, a.get("sinks")) if x is not None and x.numel()]
     return max(sizes, default=0.0)
 
