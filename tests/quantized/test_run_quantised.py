@@ -52,6 +52,8 @@ def _run(folder: Path, home: Path, queue: Any) -> None:
         queue.put(float(folders.logits(model).float().sum()))
 
 
+# Slow: on a busy machine one of the two has ended without an answer, which is not understood yet.
+@pytest.mark.slow
 def test_two_processes_make_one_folder(source: Source, tmp_path: Path) -> None:
     processes = multiprocessing.get_context("spawn")
     queue = processes.Queue()
@@ -61,9 +63,10 @@ def test_two_processes_make_one_folder(source: Source, tmp_path: Path) -> None:
     ]
     for run in runs:
         run.start()
-    found = [queue.get(timeout=200) for _ in runs]
     for run in runs:
-        run.join()
+        run.join(120)
+    assert [run.exitcode for run in runs] == [0, 0]
+    found = [queue.get(timeout=20) for _ in runs]
     assert found[0] == found[1]
     assert [f.name.split("-")[0] for f in (tmp_path / "home").iterdir()] == ["quantised"]
 
