@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
-from offload.kernels.call import Call, check, pointer
+from offload.kernels.call import check, pointer
 from offload.kernels.dequantize import dequantise
+from offload.kernels.gemm_call import GemmCall
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
 
@@ -33,7 +34,7 @@ def why_not_fused(form: WeightFormat, dtype: torch.dtype, scale: torch.dtype, de
     return ""
 
 
-class QuantGemm(Call):
+class QuantGemm(GemmCall):
     """out = act(input @ weight.T + bias) + residual for 1 to 64 rows; with a gate
     out = act(gate) * up + residual, where gate and up are the halves of what has a bias.
 
@@ -116,29 +117,7 @@ class QuantGemm(Call):
         self._bias, self._residual = bias, residual
         self._activation, self._gated = activation, gated
         self._ready(input.device)
-        if self._on_gpu:
-            self._reserve(workspace or Workspace(input.device))
-
-    def _reserve(self, workspace: Workspace) -> None:
-        """Give the call the scratch that the library says it needs."""
-        with torch.cuda.device(self._input.device):
-            nbytes = self._library.ask("offload_quant_gemm_workspace", self.arguments)
-            counters = self._library.ask("offload_quant_gemm_counters", self.arguments)
-        self._scratch: Sequence[torch.Tensor] = (
-            workspace.partials(nbytes),
-            workspace.counters(counters),
-        )
-        self.arguments.workspace = self._scratch[0].data_ptr() if nbytes else None
-        self.arguments.workspace_bytes = nbytes
-        self.arguments.counters = self._scratch[1].data_ptr() if counters else None
-
-    @property
-    def variants(self) -> int:
-        """How many ways the library has to run this call; 1 on a CPU."""
-        if not self._on_gpu:
-            return 1
-        with torch.cuda.device(self._input.device):
-            return self._library.ask("offload_quant_gemm_variants", self.arguments)
+        self._reserve(workspace, input.device)
 
     def _reference(self) -> None:
         result = reference.linear(
