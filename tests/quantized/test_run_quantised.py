@@ -52,8 +52,6 @@ def _run(folder: Path, home: Path, queue: Any) -> None:
         queue.put(float(folders.logits(model).float().sum()))
 
 
-# Slow: on a busy machine one of the two has ended without an answer, which is not understood yet.
-@pytest.mark.slow
 def test_two_processes_make_one_folder(source: Source, tmp_path: Path) -> None:
     processes = multiprocessing.get_context("spawn")
     queue = processes.Queue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -92,8 +93,10 @@ def write_quantised(
     check_folder(partial)
     with lock(partial, "pack"):
         if os.path.lexists(out):  # another process wrote it while this one waited
-            if [f.name for f in partial.iterdir()] == ["pack.lock"]:
-                shutil.rmtree(partial)
+            # Its folder became `out`, and the lock that was waited for went with it.
+            with contextlib.suppress(FileNotFoundError):
+                if [f.name for f in partial.iterdir()] == ["pack.lock"]:
+                    shutil.rmtree(partial)
             _refuse_existing(out)
         remove_temporaries(partial)
         _begin(partial, checkpoint.fingerprint(wishes=wishes.key, pack=_VERSION))
