@@ -10,11 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.trace import Trace, Track
+
 
 class ComputeDevice(Protocol):
     """Where layers run. Copies go one after the other, beside what is computed."""
 
     torch_device: torch.device
+    late: bool  # whether what is issued may run later
+    trace: Trace | None  # that is told of copies
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes, uint8 [nbytes], at least 256-byte aligned."""
@@ -50,6 +54,8 @@ class HostDevice:
     """
 
     torch_device = torch.device("cpu")
+    late = False
+    trace: Trace | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         # Over-allocate: torch aligns to 64 bytes on a CPU.
@@ -58,7 +64,10 @@ class HostDevice:
         return raw[skip : skip + nbytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> None:
+        trace, start = self.trace, time.perf_counter()
         _copy_on_host(target, source)
+        if trace is not None:
+            trace.host(Track.LINK_UP, "copy", start, source.nbytes)
 
     def fill(self, target: torch.Tensor, value: int, after: Any = None) -> None:
         target.fill_(value)
@@ -85,8 +94,11 @@ class HostDevice:
 class CudaDevice:
     """A GPU: copies run on a stream of their own, and points are CUDA events."""
 
+    late = True
+
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.trace: Trace | None = None
         self._copies = torch.cuda.Stream(torch_device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -102,7 +114,12 @@ class CudaDevice:
         with torch.cuda.stream(self._copies):
             if after is not None:
                 self._copies.wait_event(after)
+            trace = self.trace
+            start = self._timed(self._copies) if trace is not None else None
             target.copy_(source, non_blocking=True)
+            if trace is not None:
+                stop = self._timed(self._copies)
+                trace.device(Track.LINK_UP, "copy", start, stop, source.nbytes)
 
     def fill(self, target: torch.Tensor, value: int, after: Any = None) -> None:
         with torch.cuda.stream(self._copies):
@@ -132,8 +149,11 @@ class CudaDevice:
         return start.elapsed_time(stop) / 1e3 if stop.query() else None
 
     def timed_mark(self) -> torch.cuda.Event:
+        return self._timed(torch.cuda.current_stream(self.torch_device))
+
+    def _timed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(stream)
         return event
 
 

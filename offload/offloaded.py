@@ -4,9 +4,11 @@ attributes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,12 +28,14 @@ from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
 from offload.store import WeightStore
 from offload.store.pack import Pack
+from offload.trace import Picture, Trace, picture
+from offload.trace.chrome import write_chrome
 
 SMALL_MODEL = 1 << 30  # bytes streamed; below it rates are measured with less data
 
 
 class Offload(NotCopied):
-    """What offload knows of a model: `plan`, `report()`, `close()`."""
+    """What offload knows of a model: `plan`, `report()`, `trace()`, `close()`."""
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Offload(NotCopied):
         self._engine = engine
         self._engine_reason = engine_reason
         self._rates: Rates | None = None
+        self._picture: Picture | None = None
         self._release: Callable[[], None] = weakref.finalize(model, _release, owner, store, pack)
         _become_offloaded(model, device.torch_device, parts, plan)
         model.offload = self  # type: ignore[assignment]
@@ -93,6 +98,35 @@ class Offload(NotCopied):
             self._rates = measure_rates(self._device, files, small=small)
         return self._rates
 
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str] | None = None) -> Iterator[Trace]:
+        """Records what every resource does in the passes that run within the block.
+
+        `path` gets the trace in Chrome's JSON, which Perfetto opens too; `report()` shows one of
+        the passes from then on. Nothing is recorded, and nothing costs time, outside of a block.
+        Raises OSError where `path` cannot be written, and ValueError within another trace.
+        """
+        device, stream = self._device, self._owner.stream
+        if device.trace is not None:
+            raise ValueError("this model is being traced already: end that block first")
+        with contextlib.ExitStack() as stack:
+            # First of all, lest a long run end in a folder that is not there.
+            file = None if path is None else stack.enter_context(open(path, "w", encoding="utf-8"))
+            trace = Trace(device)
+            device.trace = trace
+            if stream is not None:
+                stream.trace = trace
+            try:
+                yield trace
+            finally:
+                device.trace = None
+                if stream is not None:
+                    stream.trace = None
+                spans = trace.end()
+                self._picture = picture(spans)
+                if file is not None:
+                    write_chrome(spans, file)
+
     def report(self) -> Report:
         """What stands where, what bounds a pass, and what passes have cost so far; printable."""
         owner, store = self._owner, self._store
@@ -128,6 +162,7 @@ class Offload(NotCopied):
             pageable_reason=reason,
             io=store.describe_io(),
             notes=tuple(notes),
+            picture=self._picture,
         )
 
     def close(self) -> None:

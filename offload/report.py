@@ -10,6 +10,7 @@ from typing import Any
 from offload.scheduler.cost import Rates, predict_busy, predict_pass
 from offload.scheduler.plan import Plan, Tier
 from offload.sizes import format_size
+from offload.trace import Picture
 
 _TIER_TEXT = {
     Tier.DEVICE: "compute device",
@@ -39,6 +40,7 @@ class Report:
     io: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, int] = field(default_factory=dict)  # calls the engine left, by reason
+    picture: Picture | None = None  # of a pass, where some were traced
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -74,6 +76,14 @@ class Report:
         """The same as shares of the median pass: what is left, each of them waited."""
         median = self.median_seconds
         return {n: s / median for n, s in self.busy.items()} if median else {}
+
+    @property
+    def predicted(self) -> Mapping[str, float]:
+        """Seconds of one pass by resource, and all of it as "pass", as far as they are known."""
+        names = {"link": "link up"}
+        found = {names.get(name, name): seconds for name, seconds in self.busy.items()}
+        whole = self.predicted_seconds
+        return found if whole is None else {**found, "pass": whole}
 
     @property
     def disk_bytes(self) -> int:
@@ -121,6 +131,7 @@ class Report:
             "pageable_bytes": self.pageable_bytes,
             "io": dict(self.io),
             "notes": list(self.notes),
+            "picture": None if self.picture is None else self.picture.as_dict(),
         }
 
     def __str__(self) -> str:
@@ -166,4 +177,6 @@ class Report:
             for reason, count in self.unserved.items()
         ]
         lines += [f"  note: {note}" for note in self.notes]
+        if self.picture is not None:
+            lines += [f"  {line}" for line in self.picture.lines(self.predicted)]
         return "\n".join(lines)

@@ -38,6 +38,7 @@ class Setup:
     keep: bool = False
     peers: tuple[str, ...] = ()
     engine: str = "auto"
+    trace: str | None = None  # a file, for what offload does
 
     def __post_init__(self) -> None:
         unknown = [peer for peer in self.peers if peer not in PEERS]
@@ -146,8 +147,10 @@ def _measure_offload(subject: Subject, work: Workload, setup: Setup) -> tuple[Re
         start = time.perf_counter()
         model: Any = subject.offloaded(setup.config(subject, work))
         load = time.perf_counter() - start
+        traced = model.offload.trace(setup.trace) if setup.trace else contextlib.nullcontext()
         with model:
-            timing = measure(model, work, device)
+            with traced:
+                timing = measure(model, work, device)
             peaks = Peaks(*gpu_peaks(device), host_peak())
             report, plan = model.offload.report(), model.offload.plan
             disks += [read_rate(files)] if files else []

@@ -71,6 +71,16 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trace(parser: Any) -> None:
+    """Where a trace of the passes is written."""
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what link, disk, compute and host did in every pass, in Chrome's JSON (for "
+        "Perfetto, too), and draw one of the passes",
+    )
+
+
 def add_weights(parser: Any, required: bool = False) -> None:
     """The arguments that say how weights are quantised."""
     parser.add_argument(

@@ -10,7 +10,14 @@ from typing import Any
 
 from offload.aio import benchmark
 from offload.commands import quality
-from offload.commands.arguments import add_placement, add_weights, positive, quantization, size
+from offload.commands.arguments import (
+    add_placement,
+    add_trace,
+    add_weights,
+    positive,
+    quantization,
+    size,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -84,6 +91,7 @@ def _add_throughput(benchmarks: Any) -> None:
     parser.add_argument(
         "--engine", default="auto", metavar="NAME", help="auto, fused, or transformers"
     )
+    add_trace(parser)
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--overhead",
@@ -131,7 +139,10 @@ def _throughput(args: argparse.Namespace) -> int:
         keep=args.keep,
         peers=tuple(args.peer),
         engine=args.engine,
+        trace=args.trace,
     )
+    if args.trace and (args.overhead or args.cold_start):
+        raise ValueError("--trace belongs to the measurement of throughput itself")
     result: Any
     if args.overhead:
         result = measure_overhead(subject, setup)

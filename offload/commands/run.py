@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.commands.arguments import add_placement, add_weights, memory, positive, quantization
+from offload.commands.arguments import (
+    add_placement,
+    add_trace,
+    add_weights,
+    memory,
+    positive,
+    quantization,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +61,7 @@ def add_parser(commands: Any) -> None:
         help="transformers (the model's own modules), fused (the project's CUDA kernels), or auto: "
         "fused where the GPU and the family allow it (default: auto)",
     )
+    add_trace(parser)
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-memory",
@@ -96,7 +105,9 @@ def execute(args: argparse.Namespace) -> int:
             raise ValueError(f"{type(model).__name__} does not generate text")
         if not args.json:
             print(model.offload.report(), end="\n\n", file=sys.stderr, flush=True)
-        result = _generate(model, tokenizer, inputs, args)
+        traced = model.offload.trace(args.trace) if args.trace else contextlib.nullcontext()
+        with traced:
+            result = _generate(model, tokenizer, inputs, args)
         report = model.offload.report()
     if args.json:
         print(json.dumps({**result, "report": report.as_dict()}, ensure_ascii=False))
@@ -108,6 +119,8 @@ def execute(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         print(report.achieved, file=sys.stderr)
+        if report.picture is not None:
+            print("", *report.picture.lines(report.predicted), sep="\n", file=sys.stderr)
     return 0
 
 

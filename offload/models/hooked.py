@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,14 @@ from offload.device import ComputeDevice
 from offload.errors import ClosedError, UnsupportedError
 from offload.models.parts import Part
 from offload.scheduler.stream import Stream
+
+
+class LockStep(Protocol):
+    """Where the jobs of one thread meet."""
+
+    def wait(self, site: int | None) -> None:
+        """Returns when it is the turn of the layer of `site`; None: of the next pass."""
+
 
 KEPT_PASSES = 256  # times of the latest passes
 
@@ -45,13 +53,26 @@ class PassOwner:
         self._check = check
         self.lock = threading.RLock()  # held by whoever runs a pass
         self.depth = 0  # forwards inside one another, of the thread that holds the lock
+        self.lockstep: LockStep | None = None  # of several jobs that run passes together
         self._start: Any = None
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_PASSES)
         self.passes = 0
         _owners.add(self)
 
     def begin(self) -> None:
-        """The first forward of a pass begins."""
+        """A caller's first forward begins: a pass of its own, or its part of one."""
+        if self.lockstep is not None:
+            self.lockstep.wait(None)
+        else:
+            self.start_pass()
+
+    def end(self) -> None:
+        """A caller's first forward has ended, also by an exception."""
+        if self.lockstep is None:
+            self.finish_pass()
+
+    def start_pass(self) -> None:
+        """A pass begins."""
         if self.closed:
             raise ClosedError(
                 "this offloaded model was closed and its weights are gone; call offload.run again"
@@ -64,14 +85,18 @@ class PassOwner:
                 self.stream.clear()  # what was loaded ahead may be what is wrong
                 raise
         self._start = self._device.timed_mark()
+        if self._device.trace is not None:
+            self._device.trace.pass_begins()
 
-    def end(self) -> None:
-        """The first forward of a pass has ended, also by an exception."""
+    def finish_pass(self) -> None:
+        """A pass has ended, also by an exception."""
         if self.stream is not None:
             self.stream.end_pass()
         if self._start is not None:
             self.passes += 1
             self._times.append((self._start, self._device.timed_mark()))
+            if self._device.trace is not None:
+                self._device.trace.pass_ends()
             self._start = None
 
     def close(self) -> None:

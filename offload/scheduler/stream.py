@@ -8,11 +8,19 @@ load.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from offload.errors import OffloadError
+
+
+class Listener(Protocol):
+    """Who is told what computation waits for and when it works: a trace."""
+
+    def waits(self, layer: int) -> None: ...
+    def computes(self, layer: int) -> None: ...
+    def computed(self, layer: int) -> None: ...
 
 
 class Link(Protocol):
@@ -75,6 +83,10 @@ class Stream:
         self._site: int | None = None
         self._clock = 0
         self._pid = os.getpid()
+        # Called with a site before it is acquired, where nobody uses a slot: passes that run in lock
+        # step wait for each other there.
+        self.before: Callable[[int], None] | None = None
+        self.trace: Listener | None = None
         self.stats = StreamStats(loads=[0] * (max(sites) + 1 if layers else 0))
 
     @property
@@ -92,8 +104,12 @@ class Stream:
                 "pinned memory did "
                 "not come along; call offload.run in the child, or start it with the 'spawn' method"
             )
+        if self.before is not None and not any(slot.users for slot in self._slots):
+            self.before(site)
         self._learn(site)
-        layer = self._sites[site]
+        layer, trace = self._sites[site], self.trace
+        if trace is not None:
+            trace.waits(layer)
         index = self._where.get(layer)
         if index is None:
             self.stats.misses += 1
@@ -109,6 +125,8 @@ class Stream:
             # idle meanwhile.
             self._prefetch()
             self._link.finish(slot.load)
+            if trace is not None:
+                trace.computes(layer)
         except BaseException:
             slot.users -= 1
             if slot.users == 0:
@@ -127,6 +145,8 @@ class Stream:
         # The mark comes first: Ctrl-C between the two must not free a slot that is still read.
         slot.free_after = self._link.mark()
         slot.users = max(0, slot.users - 1)
+        if self.trace is not None:
+            self.trace.computed(self._sites[site])
         if slot.users == 0:
             self._prefetch()
 

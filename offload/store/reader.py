@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from offload.aio import AioFile, AioHandle, IOFuture
 from offload.device import ComputeDevice
 from offload.errors import ClosedError, OffloadError
 from offload.store.reads import ReadOp
+from offload.trace import Track
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +37,7 @@ class ReadLoad:
 class _Chunk:
     memory: torch.Tensor
     busy_until: Any = None
+    asked: float = 0.0  # when the read into it was asked for
 
 
 _END = object()
@@ -124,6 +127,7 @@ class Reader:
         chunk = self._free.get()
         try:
             self._device.synchronize(chunk.busy_until)
+            chunk.asked = time.perf_counter()
             future = self._handle.async_pread(
                 chunk.memory[: op.nbytes], self._files[op.file], op.offset, op.nbytes
             )
@@ -152,6 +156,9 @@ class Reader:
 
     def _deliver_chunk(self, load: ReadLoad, op: ReadOp, chunk: _Chunk, future: IOFuture) -> None:
         future.result()
+        trace = self._device.trace
+        if trace is not None:
+            trace.host(Track.DISK, "read", chunk.asked, op.nbytes)
         if load.cancelled or load.error is not None:
             return
         for move in op.moves:

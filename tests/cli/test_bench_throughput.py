@@ -55,6 +55,15 @@ def test_offload_computes_what_the_resident_model_does(
     assert list(tmp_path.iterdir()) == []  # the checkpoint went again
 
 
+def test_a_trace_of_the_passes_and_one_of_them_drawn(program: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    found = bench(program, "--trace", file)
+    assert "pass " in found["placement"] and " of 5 traced: " in found["placement"]
+    assert any(e["name"] == "layer 0" for e in json.loads(file.read_text())["traceEvents"])
+    done = program("bench", "throughput", "--overhead", "--trace", file)
+    assert done.code != 0 and "--trace belongs to" in done.err
+
+
 def test_accelerate_runs_the_same_weights(program: Any) -> None:
     pytest.importorskip("accelerate")
     found = bench(program, "--peer", "accelerate", "--peer", "resident")

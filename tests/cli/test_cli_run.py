@@ -41,6 +41,16 @@ def test_the_text_is_that_of_the_plain_model(program: Any, chat_model: Path, whe
     assert f"{NEW} tokens in " in after and f"achieved: {NEW} passes" in after
 
 
+def test_a_trace_is_written_and_drawn(program: Any, chat_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    done = program(
+        "run", chat_model, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device-map", "cpu",
+        "--trace", file,
+    )  # fmt: skip
+    assert done.code == 0 and f" of {NEW} traced: " in done.err and "  compute: works" in done.err
+    assert any(e["name"] == "layer 0" for e in json.loads(file.read_text())["traceEvents"])
+
+
 def test_a_chat_template_is_applied_unless_told_otherwise(program: Any, chat_model: Path) -> None:
     done = program("run", chat_model, "--prompt", PROMPT, "--max-new-tokens", NEW)
     assert done.out == plain(chat_model, f"w7 {PROMPT} w8 w9") + "\n"
