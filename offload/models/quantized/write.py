@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ from offload.store.tensor_file import file_head, holds
 
 SHARD = 1 << 30  # bytes of a file, if one tensor is not more
 PIECE = 64 << 20  # bytes of a plain tensor that are copied at once
-WORKERS = 2  # one reads while the other computes; so many tensors are in memory
+WORKERS = 4  # tensors that are read or worked on at once, of large ones fewer:
+HELD = 1 << 30  # bytes of the checkpoint in memory, but for one that is larger
+FILES = 2  # one is brought to the disk while the next is begun
 INDEX = "model.safetensors.index.json"
 _KEY = "pack.json"
 _VERSION = 1
@@ -50,6 +53,12 @@ class _Entry:
 
     weight: StoredWeight
     parts: _Parts
+
+    @property
+    def held(self) -> int:
+        """Bytes of the checkpoint that are in memory while it is worked on."""
+        nbytes = self.weight.extent.nbytes
+        return nbytes if self.weight.wanted is not None else min(nbytes, PIECE)
 
     @classmethod
     def of(cls, weight: StoredWeight) -> _Entry:
@@ -164,27 +173,59 @@ def _write_shards(
 ) -> None:
     total = sum(e.weight.extent.nbytes for entries in shards.values() for e in entries)
     done = total - sum(e.weight.extent.nbytes for entries in missing.values() for e in entries)
-    with concurrent.futures.ThreadPoolExecutor(WORKERS, "offload-quantise") as pool:
-        for name, entries in missing.items():
-            head, offsets = file_head(_tensors(entries))
-            with atomic_write(folder / name) as stream:
-                descriptor = stream.fileno()
-                _write_at(descriptor, memoryview(head), 0)
-                jobs = {
-                    pool.submit(_write_entry, descriptor, entry, offsets, device): entry
-                    for entry in entries
-                }
-                try:
-                    for job in concurrent.futures.as_completed(jobs):
-                        job.result()
-                        done += jobs[job].weight.extent.nbytes
-                        if progress is not None:
-                            progress(done, total)
-                except BaseException:
-                    for job in jobs:  # none may write into a file that is closed
-                        job.cancel()
-                    concurrent.futures.wait(jobs)
-                    raise
+    counting, failed = threading.Lock(), threading.Event()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        if failed.is_set():  # another file; this one is given up
+            raise concurrent.futures.CancelledError
+        with counting:
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+    largest = max((e.held for entries in missing.values() for e in entries), default=1)
+    workers = max(1, min(WORKERS, HELD // max(largest, 1)))
+    with (
+        concurrent.futures.ThreadPoolExecutor(FILES, "offload-file") as files,
+        concurrent.futures.ThreadPoolExecutor(workers, "offload-quantise") as pool,
+    ):
+        jobs = [
+            files.submit(_write_shard, folder / name, entries, device, pool, count)
+            for name, entries in missing.items()
+        ]
+        try:
+            for job in concurrent.futures.as_completed(jobs):
+                job.result()
+        except BaseException:
+            failed.set()
+            files.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_shard(
+    file: Path,
+    entries: list[_Entry],
+    device: torch.device,
+    pool: concurrent.futures.Executor,
+    count: Callable[[int], None],
+) -> None:
+    head, offsets = file_head(_tensors(entries))
+    with atomic_write(file) as stream:
+        descriptor = stream.fileno()
+        _write_at(descriptor, memoryview(head), 0)
+        jobs: dict[concurrent.futures.Future[None], _Entry] = {}
+        try:
+            for entry in entries:
+                jobs[pool.submit(_write_entry, descriptor, entry, offsets, device)] = entry
+            for job in concurrent.futures.as_completed(jobs):
+                job.result()
+                count(jobs[job].weight.extent.nbytes)
+        except BaseException:
+            for job in jobs:  # none may write into a file that is closed
+                job.cancel()
+            concurrent.futures.wait(jobs)
+            raise
 
 
 def _write_entry(
