@@ -26,7 +26,8 @@ from offload.models.hooked import PassOwner
 from offload.models.install import install
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
-from offload.models.quantized.forward import quantised_weights, scratch_bytes
+from offload.models.quantized.forward import scratch_bytes
+from offload.models.quantized.layer import adjacent
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
@@ -197,7 +198,7 @@ def offload_built(
     device = compute_device(config.compute)
     own_tier = _own_tier_modules(network, config.tiers)
     spec, engine_reason = _choose_engine(network, config)
-    parts = take_apart(network, own_tier, spec.adjacent() if spec is not None else None)
+    parts = take_apart(network, own_tier, adjacent(network, spec) if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
     plan = _plan(parts, config, _reserve(network, config, fused=spec is not None), io)
     layers, pack = _pack(parts, plan, checkpoint, config)
@@ -233,8 +234,6 @@ def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[Mod
         if problem is not None:
             return None, f"the model's own modules: {problem}"
     try:
-        if any(True for _ in quantised_weights(network)):
-            raise CannotExpress("quantised weights")
         spec = describe(network)
     except CannotExpress as error:
         if asked:

@@ -22,7 +22,7 @@ from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
-from offload.models.quantized.forward import quantised_weights
+from offload.models.quantized.forward import quantised_weights, whole_parameters
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
 from offload.packed import quantised_checkpoint
@@ -46,7 +46,7 @@ class Sizes:
     def of(cls, model: PreTrainedModel) -> Sizes:
         """Of a model whose weights are real or lazy."""
         layers = find_layers(model)
-        whole = [p for layer in layers.values() for p in _whole_parameters(layer)]
+        whole = [p for layer in layers.values() for p in whole_parameters(layer)]
         config = model.config.get_text_config(decoder=True)
         chosen = getattr(config, "num_experts_per_tok", None) or 1
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
@@ -61,7 +61,7 @@ class Sizes:
             total_bytes=sum(p.tensor.nbytes for p in shared_parameters(model)),
             products=tuple(
                 (p.shape[0], p.shape[1])
-                for _, p in _whole_parameters(list(layers.values())[-1])
+                for _, p in whole_parameters(list(layers.values())[-1])
                 if p.ndim == 2
             ),
             formats=tuple(sorted({f for _, w in quantised_weights(model) for f in w.formats})),
@@ -80,15 +80,6 @@ def _step_bytes(model: nn.Module, share: float) -> int:
         expert = ".experts." in shared.bindings[0].name
         total += shared.tensor.nbytes * (share if expert else 1.0)
     return int(total)
-
-
-def _whole_parameters(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A layer's parameters; of quantised ones what they stand for, not what is stored."""
-    stored = set()
-    for name, weight in quantised_weights(layer):
-        yield name, weight.placeholder
-        stored |= {f"{name.removesuffix(weight.key)}{part}" for part in weight.parts}
-    yield from ((name, p) for name, p in layer.named_parameters() if name not in stored)
 
 
 @dataclass(frozen=True)

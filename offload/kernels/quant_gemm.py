@@ -11,7 +11,7 @@ from offload.kernels.activation import row_stride
 from offload.kernels.call import check, pointer
 from offload.kernels.dequantize import dequantise
 from offload.kernels.gemm_call import GemmCall
-from offload.kernels.weight_format import WeightFormat
+from offload.kernels.weight_format import SHAPE, Stored, WeightFormat
 from offload.kernels.workspace import Workspace
 
 OP = "quant_gemm"
@@ -160,9 +160,9 @@ def check_quantised(
         check(op, "bias", bias, (products,), input)
     if residual is not None:
         check(op, "residual", residual, tuple(out.shape), input, contiguous=False)
-    found = {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}
+    found: dict[str, Stored] = {n: (t.dtype, tuple(t.shape)) for n, t in stored.items()}
     try:
-        form.check_stored(found, (products, depth))
+        form.check_stored({SHAPE: (torch.int64, (2,)), **found}, (products, depth))
     except ValueError as error:
         raise ValueError(f"{op}: {error}") from None
     for name, tensor in stored.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from offload.kernels import Norm
+from offload.kernels.call import Call
 from offload.kernels.linear import Linear
+from offload.kernels.quant_gemm import QuantGemm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
@@ -19,7 +22,9 @@ from offload.models.spec import Angles, LayerSpec
 
 @dataclass(slots=True)
 class Prefill:
-    """What all layers of a pass over [batch, tokens] share."""
+    """What all layers of a pass over [batch, tokens] share; `buffers` also with passes over other
+    sequences that alternate with it.
+    """
 
     attention: PrefillAttention
     column: torch.Tensor  # int32 [1]: where the first token goes
@@ -27,15 +32,15 @@ class Prefill:
     angles: dict[str, Angles]
     stream: int
     workspace: Workspace
-    _scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def scratch(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Memory of that name that the layers use one after the other, with any content."""
         count = torch.Size(shape).numel()
-        found = self._scratch.get(name)
+        found = self.buffers.get(name)
         if found is None or found.numel() < count:
             found = torch.empty(count, dtype=like.dtype, device=like.device)
-            self._scratch[name] = found
+            self.buffers[name] = found
         return found[:count].view(shape)
 
 
@@ -165,26 +170,31 @@ def _mlp(
     for first in range(0, into.shape[0], MLP_ROWS):
         piece = into[first : first + MLP_ROWS]
         inner = work.scratch("wide", (piece.shape[0], width), into)
-        Linear(
-            piece,
-            weights.mlp_in.weight,
-            inner,
-            bias=weights.mlp_in.bias,
-            activation=spec.activation,
-            gated=spec.gated,
-            transposed=weights.mlp_in.transposed,
-            workspace=work.workspace,
-        ).launch(work.stream)
+        bias = weights.mlp_in.bias
+        after = {"bias": bias, "activation": spec.activation, "gated": spec.gated}
+        _linear(piece, weights.mlp_in, inner, work, **after)
         _linear(inner, weights.mlp_out, out[first : first + MLP_ROWS], work)
     return out
 
 
-def _linear(into: torch.Tensor, product: Product, out: torch.Tensor, work: Prefill) -> None:
-    """The product without its bias."""
-    Linear(
-        into,
-        product.weight,
-        out,
-        transposed=product.transposed,
-        workspace=work.workspace,
-    ).launch(work.stream)
+def _linear(
+    into: torch.Tensor, product: Product, out: torch.Tensor, work: Prefill, **after: Any
+) -> None:
+    """The product, and of what stands behind it, its bias too, what `after` says."""
+    stored = product.as_stored(into.shape[0])
+    if stored is not None:
+        call: Call = QuantGemm(
+            into, stored.form, stored.tensors, out, workspace=work.workspace, **after
+        )
+    else:
+        if product.filling is not None:
+            product.filling.launch(work.stream)
+        call = Linear(
+            into,
+            product.weight,
+            out,
+            transposed=product.transposed,
+            workspace=work.workspace,
+            **after,
+        )
+    call.launch(work.stream)

@@ -12,6 +12,7 @@ from offload.kernels import Norm
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import Call, current_stream
 from offload.kernels.linear import Linear
+from offload.kernels.quant_gemm import QuantGemm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.step_inputs import StepInputs
@@ -21,9 +22,11 @@ from offload.models.entry import Entry
 from offload.models.kv_cache import KvLayer
 from offload.models.layer_weights import LayerWeights, Product
 from offload.models.padding import Padding, PaddingCheck
+from offload.models.quantized.layer import Filling
 from offload.models.spec import LayerSpec, ModelSpec
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
+Launched = Call | Filling
 _KEYS, _VALUES = attrgetter("key_buffer"), attrgetter("value_buffer")
 
 
@@ -56,7 +59,7 @@ class DecodeSession:
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
-        self._calls: dict[tuple[int, int | None], list[Call]] = {}
+        self._calls: dict[tuple[int, int | None], list[Launched]] = {}
         self._last_norm: ResidualNorm | None = None
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
         with torch.inference_mode(False):
@@ -153,7 +156,7 @@ class DecodeSession:
             self._memory[name, width] = found
         return found
 
-    def _make(self, index: int, weights: LayerWeights, ahead: Call | None) -> list[Call]:
+    def _make(self, index: int, weights: LayerWeights, ahead: Launched | None) -> list[Launched]:
         """The calls of a layer, in the order of their launch, behind the call `ahead`."""
         spec, layout = self._spec.layers[index], self._spec.layers[index].layout
         keys, values = self._keys[index], self._values[index]
@@ -245,13 +248,31 @@ class DecodeSession:
         )
 
     def _multiply(
-        self, chain: _Chain, into: torch.Tensor, product: Product, out: torch.Tensor, **around: Any
+        self,
+        chain: _Chain,
+        into: torch.Tensor,
+        product: Product,
+        out: torch.Tensor,
+        norm: Norm | None = None,
+        **around: Any,
     ) -> None:
+        stored = product.as_stored(self.batch)
+        if stored is not None:
+            if norm is not None:
+                normed = self._rows("normed", into.shape[1])
+                chain.add(ResidualNorm, residual=into, norm=norm, out=normed)
+                into = normed
+            weight = stored.form, stored.tensors
+            chain.add(QuantGemm, into, *weight, out, workspace=self._workspace, **around)
+            return
+        if product.filling is not None:
+            chain.fill(product.filling)
         chain.add(
             Linear,
             into,
             product.weight,
             out,
+            norm=norm,
             transposed=product.transposed,
             workspace=self._workspace,
             **around,
@@ -263,11 +284,11 @@ class _Chain:
 
     That holds where weights are in place before: within a layer, and from one resident layer to
     the next (`ahead`). It needs a kernel of the project's own ahead, so nothing begins early behind
-    a product of cuBLAS.
+    a product of cuBLAS; nor behind what makes a weight whole, which the next call reads.
     """
 
-    def __init__(self, ahead: Call | None) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, ahead: Launched | None) -> None:
+        self.calls: list[Launched] = []
         self._ahead = ahead
 
     def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
@@ -275,6 +296,11 @@ class _Chain:
         call = kind(*args, **kwargs, early=self._behind_own())
         self.calls.append(call)
         self._ahead = call
+
+    def fill(self, filling: Filling) -> None:
+        """Make a weight whole; a kernel that reads the one before has ended then."""
+        self.calls.append(filling)
+        self._ahead = None
 
     def _behind_own(self) -> bool:
         if isinstance(self._ahead, Linear):

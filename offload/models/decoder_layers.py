@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.models.adjacent import lie_together
 from offload.models.held import Held, Hooks, Structure, parameters_of
 from offload.models.hooked import LayerForward
-from offload.models.layer_weights import LayerWeights, lie_together
+from offload.models.layer_weights import LayerWeights
 from offload.models.parts import Part
+from offload.models.quantized.layer import QuantisedLayer, adjacent_of
+from offload.models.quantized.scratch import Scratch
 from offload.models.spec import LayerSpec, ModelSpec
 from offload.scheduler.stream import Stream
 
@@ -26,9 +29,10 @@ class StreamedLayer:
         self.spec = spec
         forward: Any = part.modules[0].forward
         self._forward: LayerForward = forward
+        self.quantised = QuantisedLayer.of(spec, part.modules[0])
         names = [place.name.removeprefix(f"{part.layer.name}.") for place in part.layer.places]
         self._in_slot = [
-            LayerWeights.of(spec, dict(zip(names, parameters, strict=True)))
+            LayerWeights.of(spec, dict(zip(names, parameters, strict=True)), self.quantised)
             for parameters in forward.in_slot
         ]
         self.dtype = self._in_slot[0].qkv.weight.dtype
@@ -43,8 +47,12 @@ class StreamedLayer:
         self._forward.check_places()
         slot = stream.acquire(self._forward.site)
         try:
+            if self.quantised is not None:
+                self.quantised.enter()
             yield slot, self._in_slot[slot]
         finally:
+            if self.quantised is not None:
+                self.quantised.leave()
             stream.release(self._forward.site)
 
 
@@ -56,15 +64,20 @@ class ResidentLayer:
     def __init__(self, spec: LayerSpec, part: Part) -> None:
         self.spec = spec
         module = part.modules[0]
-        for group in spec.groups():
+        self.quantised = QuantisedLayer.of(spec, module)
+        for group in adjacent_of(spec, self.quantised):
             _lay_together(module, group)
-        self._weights = LayerWeights.of(spec, dict(module.named_parameters()))
+        self._weights = LayerWeights.of(spec, dict(module.named_parameters()), self.quantised)
         self.dtype = self._weights.qkv.weight.dtype
 
     @contextmanager
     def in_place(self, stream: Stream | None) -> Iterator[tuple[int | None, LayerWeights]]:
         """No slot, and the weights."""
+        if self.quantised is not None:
+            self.quantised.enter()
         yield None, self._weights
+        if self.quantised is not None:
+            self.quantised.leave()
 
 
 class DecoderLayers:
@@ -83,6 +96,9 @@ class DecoderLayers:
         ]
         self.dtype = self.layers[0].dtype
         self.stretches = _stretches(self.layers)
+        quantised = next((x.quantised for x in self.layers if x.quantised is not None), None)
+        # Where quantised weights of layers stand whole, one layer's after another's.
+        self.scratch: Scratch | None = None if quantised is None else quantised.scratch
         modules = [part.modules[0] for part in own]
         self._structure = Structure(holder.get_submodule(spec.layer_list))
         self._hooks = Hooks(inner for module in modules for inner in module.modules())
@@ -92,10 +108,16 @@ class DecoderLayers:
             if not layer.streamed  # `in_place` looks at those
             for place in parameters_of(module)
         )
+        self._whole = Held(
+            place
+            for layer in self.layers
+            if layer.quantised is not None
+            for place in layer.quantised.placeholders()
+        )
 
     def why_not(self) -> str | None:
         """What the user changed in a layer that only transformers' modules do justice."""
-        if self._held.changed():
+        if self._held.changed() or self._whole.changed():
             return "a weight that was replaced"
         if self._structure.changed():
             return "a module of a layer that was replaced"
@@ -107,7 +129,7 @@ class DecoderLayers:
         """Let go of the weights."""
         self.layers.clear()
         self.stretches.clear()
-        self._held = Held(())
+        self._held = self._whole = Held(())
 
 
 def _lay_together(layer: nn.Module, names: tuple[str, ...]) -> None:
@@ -115,14 +137,14 @@ def _lay_together(layer: nn.Module, names: tuple[str, ...]) -> None:
     old = [layer.get_parameter(name) for name in names]
     if lie_together(old):
         return
-    memory = torch.cat([p.detach().reshape(-1) for p in old])
+    memory = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in old])
     at = 0
     for name, parameter in zip(names, old, strict=True):
         owner, _, key = name.rpartition(".")
-        view = memory[at : at + parameter.numel()].view(parameter.shape)
+        view = memory[at : at + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         moved = nn.Parameter(view, requires_grad=parameter.requires_grad)
         layer.get_submodule(owner)._parameters[key] = moved
-        at += parameter.numel()
+        at += parameter.nbytes
 
 
 def _stretches(layers: Sequence[StreamedLayer | ResidentLayer]) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from offload.models.families import FAMILIES, Names
 from offload.models.held import is_foreign
 from offload.models.modules import find_layers
+from offload.models.quantized.forward import quantised_forward, whole_parameters
 from offload.models.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,7 +39,7 @@ def describe(model: PreTrainedModel) -> ModelSpec:
         )
     if getattr(config, "is_causal", None) is False:
         raise CannotExpress("attention that is not causal")
-    parameters = [dict(layer.named_parameters()) for layer in layers.values()]
+    parameters = [dict(whole_parameters(layer)) for layer in layers.values()]
     hidden = _hidden(config)
     specs = []
     for index, (name, own) in enumerate(zip(layers, parameters, strict=True)):
@@ -61,7 +62,7 @@ def describe(model: PreTrainedModel) -> ModelSpec:
         last_norm=_last_norm(holder, family.around["final_norm"], specs[0]),
         **family.around,
     )
-    _check_parameters(model, holder, around, parameters)
+    _check_parameters(model, holder, around, list(layers.values()))
     _check_angles(holder, around)
     return around
 
@@ -91,24 +92,29 @@ def _check_modules(holder: nn.Module, expected: str, layers: dict[str, nn.Module
             if not cls.__module__.startswith(("transformers.", "torch.nn.")):
                 raise CannotExpress(f"{where} of the class {cls.__module__}.{cls.__name__}")
             hooks = (module._forward_pre_hooks, module._forward_hooks)
-            if "forward" in vars(module) or any(map(is_foreign, hooks)):
+            quantised = quantised_forward(module)
+            if vars(module).get("forward") is not quantised or any(map(is_foreign, hooks)):
                 raise CannotExpress(f"{where} with hooks or a forward of its own")
+            if quantised is not None and quantised.base:
+                raise CannotExpress(f"{where} inside of a module with quantised weights of its own")
 
 
 def _check_parameters(
-    model: nn.Module, holder: nn.Module, spec: ModelSpec, layers: Sequence[dict[str, nn.Parameter]]
+    model: nn.Module, holder: nn.Module, spec: ModelSpec, layers: Sequence[nn.Module]
 ) -> None:
     """Refuse dtypes that differ, and weights that stand in more than one place."""
-    dtype = holder.get_parameter(f"{spec.tokens}.weight").dtype
+    tokens: Any = holder.get_submodule(spec.tokens)
+    dtype = tokens.weight.dtype
     if dtype not in DTYPES:
         raise CannotExpress(f"the dtype {dtype}")
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    for name, own in zip(spec.layer_names, layers, strict=True):
-        for key, parameter in own.items():
-            if parameter.dtype != dtype:
-                raise CannotExpress(f"{name}.{key} in {parameter.dtype} beside {dtype}")
+    for name, layer in zip(spec.layer_names, layers, strict=True):
+        for key, whole in whole_parameters(layer):
+            if whole.dtype != dtype:
+                raise CannotExpress(f"{name}.{key} in {whole.dtype} beside {dtype}")
+        for key, parameter in layer.named_parameters():
             if uses[id(parameter)] > 1:
                 raise CannotExpress(f"{name}.{key}, which is shared with another place")
 

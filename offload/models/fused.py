@@ -59,7 +59,7 @@ class FusedEngine(NotCopied):
 
     def serve(self, given: dict[str, Any]) -> Any:
         """The decoder's output for arguments by name; raises Unserved where it is not ours."""
-        with self._current():
+        with self._current(), self._scratch():
             # First of all, for the GPU waits. What is looked at later may turn out otherwise, and
             # then nothing is kept: what was written lies behind the cache's end.
             step = self._start(given)
@@ -76,6 +76,11 @@ class FusedEngine(NotCopied):
         if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
             return nullcontext()
         return torch.cuda.device(self._device)
+
+    def _scratch(self) -> AbstractContextManager[None]:
+        """Nobody else makes weights whole in the meantime where this engine does."""
+        scratch = self._layers.scratch
+        return nullcontext() if scratch is None else scratch.taken(self._device)
 
     def _start(self, given: dict[str, Any]) -> Step | None:
         """Issue what looks like one more decode step, as far as its resident layers go first."""

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload.kernels import Norm
+from offload.kernels.quant_gemm import MOST_ROWS
+from offload.models.adjacent import joined
+from offload.models.quantized.layer import Filling, QuantisedLayer, StoredWeight
 from offload.models.spec import LayerSpec, LinearSpec, NormSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The operands of a product: weight [outputs, inputs] (or `transposed`), bias [outputs]."""
+    """The operands of a product: weight [outputs, inputs] (or `transposed`), bias [outputs].
+
+    A quantised weight is whole where `filling` was launched since its layer was entered; `stored`
+    is the same weight for a few rows, which are multiplied with it as it is.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     transposed: bool
+    filling: Filling | None = None
+    stored: StoredWeight | None = None
+
+    def as_stored(self, rows: int) -> StoredWeight | None:
+        """What so many rows are multiplied with as it is stored; None: with the whole weight."""
+        return self.stored if rows <= MOST_ROWS else None
 
     @property
     def outputs(self) -> int:
@@ -44,10 +57,19 @@ class LayerWeights:
     k_norm: Norm | None
 
     @classmethod
-    def of(cls, spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> LayerWeights:
-        """From a layer's tensors by their names in the layer."""
+    def of(
+        cls,
+        spec: LayerSpec,
+        tensors: Mapping[str, torch.Tensor],
+        quantised: QuantisedLayer | None = None,
+    ) -> LayerWeights:
+        """From a layer's tensors by their names in the layer, those that are stored for `quantised`
+        weights among them.
+        """
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        fields: dict[str, Any] = {n: _product(x, tensors) for n, x in spec.linears().items()}
+        fields: dict[str, Any] = {
+            name: _product(linear, tensors, quantised) for name, linear in spec.linears().items()
+        }
         fields |= {n: make_norm(x, tensors) for n, x in spec.norms().items()}
         return cls(**fields)
 
@@ -61,29 +83,13 @@ def make_norm(spec: NormSpec | None, tensors: Mapping[str, torch.Tensor]) -> Nor
     return Norm(spec.kind, weight, bias, spec.eps, spec.weight_offset)
 
 
-def _product(spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> Product:
-    weight = joined([tensors[name] for name in spec.weights])
+def _product(
+    spec: LinearSpec, tensors: Mapping[str, torch.Tensor], quantised: QuantisedLayer | None
+) -> Product:
     bias = joined([tensors[name] for name in spec.biases]) if spec.biases else None
-    return Product(weight, bias, spec.transposed)
-
-
-def lie_together(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether contiguous tensors lie one behind the other in one piece of memory."""
-    storage = tensors[0].untyped_storage().data_ptr()
-    at = tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != at or tensor.untyped_storage().data_ptr() != storage:
-            return False
-        at += tensor.nbytes
-    return all(tensor.is_contiguous() for tensor in tensors)
-
-
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One view of tensors [n, ...] that lie together, along their first dimension."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    if not lie_together(tensors):
-        raise ValueError("tensors that act as one must lie one behind the other")
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    if quantised is None or spec not in quantised:
+        weight = joined([tensors[name] for name in spec.weights])
+        return Product(weight, bias, spec.transposed)
+    weight, filling = quantised.whole(spec, tensors)
+    stored = None if spec.transposed else quantised.multiplied_as_it_is(spec, tensors)
+    return Product(weight, bias, spec.transposed, filling, stored)

@@ -106,10 +106,6 @@ class LayerSpec:
             found.update(norm.names() if norm is not None else ())
         return found
 
-    def groups(self) -> list[tuple[str, ...]]:
-        """Parameters that must lie without a gap between them."""
-        return [group for linear in self.linears().values() for group in linear.groups()]
-
     def check(self, name: str, shapes: Mapping[str, tuple[int, ...]], hidden: int) -> None:
         """Refuse shapes of parameters that this block cannot be made of."""
         heads = self.layout.heads * self.layout.head_dim
@@ -185,10 +181,3 @@ class ModelSpec:
     def tables(self) -> tuple[str, ...]:
         """The rotary tables that the layers use."""
         return tuple(dict.fromkeys(x.rotary for x in self.layers if x.rotary is not None))
-
-    def adjacent(self) -> dict[str, list[tuple[str, ...]]]:
-        """For every layer the tensors, by their full names, that must lie without a gap."""
-        return {
-            name: [tuple(f"{name}.{p}" for p in group) for group in layer.groups()]
-            for name, layer in zip(self.layer_names, self.layers, strict=True)
-        }

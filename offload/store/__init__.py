@@ -1,5 +1,5 @@
 """The bytes of every layer: where they rest, and how they come to the compute device."""
 
-from offload.store.store import POISON, WeightStore
+from offload.store.store import POISON, POISON_BYTE, WeightStore
 
-__all__ = ["POISON", "WeightStore"]
+__all__ = ["POISON", "POISON_BYTE", "WeightStore"]

@@ -21,7 +21,7 @@ from offload.store.reads import ReadOp
 
 # Set to 1 to fill a slot with NaN patterns before it is loaded anew: what still reads it shows.
 POISON = "OFFLOAD_POISON"
-_POISON_BYTE = 0xFF  # NaN in every IEEE format from fp8 to fp64
+POISON_BYTE = 0xFF  # NaN in every IEEE format from fp8 to fp64
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class WeightStore:
             self._reads[slot] = None
         target = self._targets[slot][layer]
         if self._poison:
-            self._device.fill(self.slots[slot], _POISON_BYTE, after)
+            self._device.fill(self.slots[slot], POISON_BYTE, after)
         if layer not in self._host:
             read = self._reads[slot] = ReadLoad(self._ops[layer], target, after)
             self._disk.begin(read)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from offload.kernels.qkv import QkvLayout
 from offload.models import families
 from offload.models.describe import describe
+from offload.models.quantized.layer import adjacent
 from offload.models.spec import CannotExpress, LayerSpec, LinearSpec, NormSpec
 
 pytestmark = pytest.mark.compat
@@ -49,7 +50,7 @@ def test_every_parameter_has_its_place(name: str) -> None:
         cos, sin = spec.angles(holder, positions, table)
         assert cos.dtype == sin.dtype == torch.float32
         assert cos.shape == sin.shape and cos.shape[:2] == (1, 3)
-    groups = {len(group) for groups in spec.adjacent().values() for group in groups}
+    groups = {len(group) for groups in adjacent(model, spec).values() for group in groups}
     assert groups <= {2, 3}
 
 

@@ -110,12 +110,6 @@ def test_weights_stand_whole_only_in_their_forward(source: Source, tmp_path: Pat
         assert torch.equal(state[name], stored[name])
 
 
-def test_the_fused_engine_says_why_not(source: Source, tmp_path: Path) -> None:
-    out = folders.pack(source("llama"), tmp_path / "out", "int4")
-    with pytest.raises(UnsupportedError, match="no block expresses quantised weights"):
-        offload.run(out, device_map="nvme", device="cpu", engine="fused")
-
-
 def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     """Rewrite all tensors of a folder in one file."""
     stored = folders.tensors(folder)

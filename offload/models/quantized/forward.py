@@ -5,7 +5,7 @@ while its module's forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.lazy import Coded, LazyTensor
+from offload.errors import UnsupportedError
 from offload.models.modules import shared_parameters
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.scratch import Scratch
@@ -38,7 +39,7 @@ class QuantisedForward:
         self.scratch = scratch
         self._forward = module.forward
         self._module = module
-        self._base = base
+        self.base = base
         self._end = base + room(weights)
         self._made: dict[tuple[int, ...], _Made] = {}  # by the addresses of what is stored
 
@@ -49,10 +50,12 @@ class QuantisedForward:
             return self._run_apart(args, kwargs)
         top = scratch.top
         try:
-            if top > self._base:  # in the middle of another module, which does not contain this one
+            if top > self.base:  # in the middle of another module, which does not contain this one
                 return self._run_apart(args, kwargs)
             scratch.top = self._end
+            scratch.holds.clear()
             parameters = self._module._parameters
+            self._check_kept(parameters)
             parts = [parameters[part] for weight in self.weights for part in weight.parts]
             key = tuple([part.data_ptr() for part in parts])  # type: ignore[union-attr]
             made = self._made.get(key)
@@ -63,6 +66,16 @@ class QuantisedForward:
         finally:
             scratch.top = top
             scratch.lock.release()
+
+    def _check_kept(self, parameters: Mapping[str, Any]) -> None:
+        """Refuse weights of the user's own: they would not be computed with."""
+        for weight in self.weights:
+            if weight.key in parameters:
+                raise UnsupportedError(
+                    f"{weight.placeholder.data.weight} was replaced after offload.run, which "  # type: ignore[attr-defined]
+                    "computes with the stored weight: change weights before, or replace the module "
+                    "that holds it"
+                )
 
     def _run(self, values: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         # What stands in the object's own dict is found before parameters are looked for.
@@ -78,6 +91,7 @@ class QuantisedForward:
     def _run_apart(self, args: Any, kwargs: Any) -> Any:
         """With weights in memory of their own."""
         values = []
+        self._check_kept(self._module._parameters)
         with torch.inference_mode(False), torch.no_grad():
             for weight in self.weights:
                 value = weight.make([self._module._parameters[p] for p in weight.parts])  # type: ignore[misc]
@@ -86,7 +100,7 @@ class QuantisedForward:
 
     def _make(self) -> _Made:
         values, fills = [], []
-        at = self._base
+        at = self.base
         device = torch.device("meta")
         with torch.inference_mode(False), torch.no_grad():
             for weight in self.weights:
@@ -198,9 +212,25 @@ def _bases(model: nn.Module, found: dict[int, list[WholeWeight]]) -> dict[int, i
 def quantised_forwards(model: nn.Module) -> Iterator[tuple[str, QuantisedForward]]:
     """Every module whose weights are made where they are used, by its name."""
     for name, module in model.named_modules():
-        forward = module.__dict__.get(_STORED)
+        forward = quantised_forward(module)
         if forward is not None:
             yield name, forward
+
+
+def quantised_forward(module: nn.Module) -> QuantisedForward | None:
+    """What makes the weights of `module`, itself, where it has quantised ones."""
+    return module.__dict__.get(_STORED)
+
+
+def whole_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of `module` by its name, and for what is stored the placeholders of the
+    weights that it stands for.
+    """
+    stored = set()
+    for name, weight in quantised_weights(module):
+        yield name, weight.placeholder
+        stored |= {f"{name.removesuffix(weight.key)}{part}" for part in weight.parts}
+    yield from ((name, p) for name, p in module.named_parameters() if name not in stored)
 
 
 def quantised_weights(model: nn.Module) -> Iterator[tuple[str, WholeWeight]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from offload.store import POISON, POISON_BYTE
 from offload.store.layout import align
 
 
@@ -14,7 +18,8 @@ class Scratch:
 
     Filling it and reading it are work of one stream, in whose order the next module's weights
     follow the last one's; when the stream is another, it waits for the one before. `lock` is held
-    by the thread that uses it, and `top` is where what it uses ends.
+    by the thread that uses it, and `top` is where what it uses ends. `holds` are makers of weights
+    whose work is in it.
     """
 
     def __init__(self) -> None:
@@ -22,6 +27,8 @@ class Scratch:
         self.peak = 0  # the same, and what filling it takes besides
         self.lock = threading.RLock()
         self.top = 0
+        self.holds: set[object] = set()
+        self._poison = os.environ.get(POISON) == "1"
         self._memory: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -39,7 +46,20 @@ class Scratch:
             raw = torch.empty(self.nbytes + align(1), dtype=torch.uint8, device=device)
             skip = -raw.data_ptr() % align(1)
             memory = self._memory = raw[skip : skip + self.nbytes]
+            self.poison()
         return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def poison(self) -> None:
+        """In tests: whoever reads what he did not make finds NaN."""
+        if self._poison and self._memory is not None:
+            self._memory.fill_(POISON_BYTE)
+
+    @contextmanager
+    def taken(self, device: torch.device) -> Iterator[None]:
+        """This thread, and the current stream of `device`, have it to themselves meanwhile."""
+        with self.lock:
+            self.stream(device)
+            yield
 
     def stream(self, device: torch.device) -> int:
         """The number of the current stream, which may use the memory from now on."""
@@ -60,3 +80,4 @@ class Scratch:
     def release(self) -> None:
         """Give the memory back."""
         self._memory = self._stream = None
+        self.holds.clear()

@@ -1,0 +1,241 @@
+"""A layer's quantised weights as the fused block multiplies with them: whole in the scratch, or as
+they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from offload.checkpoint.lazy import Coded
+from offload.kernels.quant_gemm import why_not_fused
+from offload.kernels.weight_format import WeightFormat
+from offload.models.adjacent import joined
+from offload.models.held import Place
+from offload.models.quantized.coded import Decoder
+from offload.models.quantized.forward import quantised_forwards
+from offload.models.quantized.scratch import Scratch
+from offload.models.quantized.whole import Fill, WholeWeight
+from offload.models.spec import LayerSpec, LinearSpec, ModelSpec
+from offload.store.layout import align
+
+# Of their stored tensors, each row belongs to one output, or to some that lie together.
+_BY_ROWS = ("packed", "plain", "fp8_block", "mxfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A product's weight as it is stored, in tensors that lie for good, by the ends of names."""
+
+    form: WeightFormat
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Weights of one format that act as one where what is stored for them lies together.
+
+    parts: by the ends of their names, the stored tensors of each weight, as the layer names them.
+    """
+
+    form: WeightFormat
+    scale: torch.dtype
+    shape: tuple[int, int]  # of all of them together
+    parts: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, weights: Mapping[str, WholeWeight]) -> Stack | None:
+        """The stack of these, by their names in the layer; None where they are not of one format,
+        stored row by row, or more than what is stored for them.
+        """
+        found: list[tuple[Decoder, dict[str, tuple[torch.dtype, torch.Size]]]] = []
+        names: dict[str, list[str]] = {}
+        for name, weight in weights.items():
+            expression = weight.expression
+            decode = getattr(expression, "decode", None)
+            if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
+                return None
+            stored = {end: (t.dtype, t.shape[1:]) for end, t in expression.parts}
+            found.append((decode, stored))
+            for end, part in zip(stored, weight.parts, strict=True):
+                names.setdefault(end, []).append(f"{name.removesuffix(weight.key)}{part}")
+        first, stored = found[0]
+        rows = [decode.shape[0] for decode, _ in found]
+        if len(found) > 1:
+            same = all(d.form == first.form and s == stored for d, s in found)
+            if not same or not _stackable(first.form, rows):
+                return None
+        return cls(
+            first.form,
+            stored[first.form.scale_name][0],
+            (sum(rows), first.shape[-1]),
+            {end: tuple(members) for end, members in names.items()},
+        )
+
+    def stored(self, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
+        """It in one piece, from the layer's `tensors`."""
+        return StoredWeight(
+            self.form,
+            {end: joined([tensors[n] for n in names]) for end, names in self.parts.items()},
+        )
+
+
+def _stackable(form: WeightFormat, rows: Sequence[int]) -> bool:
+    """Whether weights of so many rows, one behind the other, are one weight of this format."""
+    if form.layout not in _BY_ROWS or form.act_order or form.block[0] == 0:
+        return False
+    zeros = form.per_word if form.zero_points and form.layout == "packed" else 1
+    return all(count % math.lcm(form.block[0], zeros) == 0 for count in rows[:-1])
+
+
+class Filling:
+    """Makes the weight of a product whole, once each time that its layer is entered.
+
+    `launch(stream)` issues it, like a `Call`, on the stream of that number, the current one.
+    """
+
+    def __init__(self, fills: Sequence[Fill], scratch: Scratch) -> None:
+        self._fills = tuple(fills)
+        self._scratch = scratch
+
+    def launch(self, stream: int = 0) -> None:
+        """Issue it, where it was not since the layer was entered."""
+        if self not in self._scratch.holds:
+            self._scratch.holds.add(self)
+            for fill in self._fills:
+                fill(stream)
+
+
+class QuantisedLayer:
+    """The quantised weights of one layer of a model, by their names in it.
+
+    Weights of its products stand whole in the model's scratch, one product's behind another's: what
+    that takes is said to the scratch.
+    """
+
+    def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
+        forwards = dict(quantised_forwards(module))
+        self.scratch: Scratch = next(iter(forwards.values())).scratch
+        self._weights = {
+            f"{name}.{weight.key}": weight
+            for name, forward in forwards.items()
+            for weight in forward.weights
+        }
+        self._modules = {name: module.get_submodule(name) for name in forwards}
+        self._offsets: dict[LinearSpec, int] = {}
+        self._stacks: dict[LinearSpec, Stack] = {}
+        at = 0
+        for linear in spec.linears().values():
+            own = {n: self._weights[n] for n in linear.weights if n in self._weights}
+            if not own:
+                continue
+            self._offsets[linear] = at
+            at = align(at + sum(_whole(module, name).nbytes for name in linear.weights))
+            stack = Stack.of(own) if len(own) == len(linear.weights) else None
+            if stack is not None:
+                self._stacks[linear] = stack
+        self.scratch.need(at, max(weight.beside for weight in self._weights.values()))
+
+    @classmethod
+    def of(cls, spec: LayerSpec, module: nn.Module) -> QuantisedLayer | None:
+        """Those of the layer `module`; None where it has none."""
+        return cls(spec, module) if any(True for _ in quantised_forwards(module)) else None
+
+    def __contains__(self, linear: LinearSpec) -> bool:
+        return linear in self._offsets
+
+    def adjacent(self, linear: LinearSpec) -> list[tuple[str, ...]]:
+        """Stored tensors of that product, by name, that are to lie without a gap."""
+        stack = self._stacks.get(linear)
+        return [names for names in stack.parts.values() if len(names) > 1] if stack else []
+
+    def placeholders(self) -> Iterator[Place]:
+        """Where they stand in the model while nobody needs them."""
+        for name, weight in self._weights.items():
+            module = self._modules[name.removesuffix(weight.key).rstrip(".")]
+            yield vars(module), weight.key, weight.placeholder
+
+    def enter(self) -> None:
+        """The layer's weights are in their places; none is whole."""
+        self.scratch.holds.clear()
+
+    def leave(self) -> None:
+        """They may go again."""
+        self.scratch.poison()
+
+    def whole(
+        self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Filling]:
+        """Where the weight of a product will stand, and what makes it of the layer's `tensors`."""
+        like = next(self._weights[n].placeholder for n in linear.weights if n in self._weights)
+        shapes = [
+            self._weights[n].placeholder.shape if n in self._weights else tensors[n].shape
+            for n in linear.weights
+        ]
+        shape = torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))
+        device = next(iter(tensors.values())).device
+        weight = self.scratch.view(self._offsets[linear], shape, like.dtype, device)
+        stack = self._stacks.get(linear)
+        if stack is not None:
+            fill = Decoder(stack.form, stack.shape).filler(stack.stored(tensors).tensors, weight)
+            return weight, Filling([fill], self.scratch)
+        targets = weight.split([s[0] for s in shapes])
+        fills: list[Fill] = []
+        for name, target in zip(linear.weights, targets, strict=True):
+            own = self._weights.get(name)
+            if own is None:
+                fills.append(partial(_put, tensors[name], target))
+                continue
+            prefix = name.removesuffix(own.key)
+            fills.append(own.filler([tensors[f"{prefix}{part}"] for part in own.parts], target))
+        return weight, Filling(fills, self.scratch)
+
+    def multiplied_as_it_is(
+        self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
+    ) -> StoredWeight | None:
+        """What is stored for a product's weight, where a few rows can be multiplied with that."""
+        stack = self._stacks.get(linear)
+        if stack is None:
+            return None
+        dtype = self._weights[linear.weights[0]].placeholder.dtype
+        if why_not_fused(stack.form, dtype, stack.scale, stack.shape[1]):
+            return None
+        return stack.stored(tensors)
+
+
+def _put(source: torch.Tensor, target: torch.Tensor, stream: int) -> None:
+    target.copy_(source)
+
+
+def _whole(layer: nn.Module, name: str) -> torch.Tensor:
+    """The layer's parameter of that name; a placeholder for one that is quantised."""
+    module, _, key = name.rpartition(".")
+    return getattr(layer.get_submodule(module), key)
+
+
+def adjacent_of(spec: LayerSpec, quantised: QuantisedLayer | None) -> list[tuple[str, ...]]:
+    """Names of a layer's tensors that must lie without a gap between them."""
+    found = []
+    for linear in spec.linears().values():
+        if quantised is None or linear not in quantised:
+            found += list(linear.groups())
+            continue
+        found += quantised.adjacent(linear)
+        found += [linear.biases] if len(linear.biases) > 1 else []
+    return found
+
+
+def adjacent(model: nn.Module, spec: ModelSpec) -> dict[str, list[tuple[str, ...]]]:
+    """For every layer the tensors, by their full names, that must lie without a gap."""
+    return {
+        name: [
+            tuple(f"{name}.{part}" for part in group)
+            for group in adjacent_of(layer, QuantisedLayer.of(layer, model.get_submodule(name)))
+        ]
+        for name, layer in zip(spec.layer_names, spec.layers, strict=True)
+    }
