@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload.commands.arguments import memory, positive
+from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
 from offload.scheduler.plan import Budget
 from offload.scheduler.planner import Planned, plan_job
-from offload.scheduler.setting import CpuAttention, Goal, Job
+from offload.scheduler.setting import Goal, Job
 from offload.sizes import format_size
 
 
@@ -54,6 +56,12 @@ def add_parser(commands: Any) -> None:
         metavar="LIST",
         help=f"precisions to choose from: {', '.join(PRECISIONS)} (default: the model's own)",
     )
+    parser.add_argument(
+        "--engine",
+        choices=tuple(ENGINES),
+        default=FUSED.name,
+        help="who runs it: a plan has nothing that this engine does not do; any: all of it (default: fused)",
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--max-memory",
@@ -74,7 +82,7 @@ def add_parser(commands: Any) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, and print."""
-    model = _profile(args.model)
+    model = replace(_profile(args.model), engine=ENGINES[args.engine])
     hardware = _hardware(args.hardware)
     job = Job(args.prompt_len, args.gen_len, args.batch)
     budget = _budget(dict(args.max_memory), hardware)

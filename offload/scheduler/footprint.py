@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
 from offload.scheduler.plan import Budget, spread
-from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.setting import Job, Setting
 
 CHUNK_BYTES, CHUNKS = 8 << 20, 16  # of pinned memory that disk reads pass through, at most
 
@@ -135,19 +136,23 @@ class Footprint:
 def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     """What `setting` takes.
 
-    The activations of a micro-batch are those of the fused engine: eight tensors as wide as the
-    residual and three as wide as the MLP; logits stand in fp32 too.
+    Activations are those of the engine's widest place, of one micro-batch where it has such, beside
+    the residuals of all prompts of the pass; logits stand in fp32 too.
     """
     weights = weights_of(model, setting.precision)
     itemsize = model.itemsize(setting.precision)
     resident, cpu_layers, slot = weights.standing(setting.resident, setting.cpu)
     kv_layer = model.kv_bytes(setting.precision) * job.length
     kv = kv_layer * len(model.layers)
-    rows = max(
-        min(setting.prefill_rows, setting.prefill_batch * job.prompt),
-        -(-setting.batch // setting.decode_micro_batches),
+    tokens = setting.prefill_batch * job.prompt
+    rows = max(min(setting.prefill_rows, tokens), -(-setting.batch // setting.decode_micro_batches))
+    engine = model.engine
+    if not engine.micro_batches:
+        rows = max(rows, job.prompt)
+    activations = itemsize * max(
+        engine.alive_elements(rows, model.hidden, model.intermediate),
+        engine.entry * model.hidden * tokens,
     )
-    activations = rows * (8 * model.hidden + 3 * model.intermediate) * itemsize
     # Keys and values of one micro-batch leave while those of the next are made; a prompt that is
     # read in parts keeps all of them until its last part has met them.
     leaving = 2 * max(rows, job.prompt) * model.kv_bytes(setting.precision)
@@ -158,7 +163,7 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         slots=setting.slots * slot,
         kv_device=setting.gpu_sequences * kv,
         kv_slots=(setting.depth + 1) * setting.cpu_sequences * kv_layer if rises else 0,
-        hidden=setting.prefill_batch * job.prompt * model.hidden * itemsize,
+        hidden=tokens * model.hidden * itemsize if engine.chunks else 0,
         workspace=activations
         + (leaving if setting.cpu_sequences else 0)
         + setting.batch * model.vocabulary * (itemsize + 4)

@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.footprint import footprint
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.largest import largest
 from offload.scheduler.model_profile import ModelProfile
-from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.setting import Job, Setting
 
 LEAST_ROWS = 256  # of a micro-batch: fewer save little memory and fill no matrix unit
+EVERY_ROW = 1 << 40  # where an engine reads prompts whole
 
 
 def least_device(
@@ -57,14 +59,16 @@ def least_cpu(
     return min(found, key=lambda pair: pair[0], default=None)
 
 
-def cpu_attentions(hardware: Hardware) -> tuple[CpuAttention, ...]:
-    """Who may attend to keys and values in CPU memory, by the rates that are known."""
+def cpu_attentions(model: ModelProfile, hardware: Hardware) -> tuple[CpuAttention, ...]:
+    """Who may attend to keys and values in CPU memory, by the rates that are known and what the
+    engine does.
+    """
     ways = []
     if hardware.cpu_attention and hardware.link_up and hardware.link_down:
         ways.append(CpuAttention.CPU)
     if hardware.link_up and hardware.link_down:
         ways.append(CpuAttention.GPU)
-    return tuple(ways)
+    return tuple(way for way in ways if way in model.engine.cpu_kv)
 
 
 def _smallest(
@@ -77,7 +81,7 @@ def _smallest(
     """Every setting that one of the two memories could be smallest with. `sequences`: how many of
     them rest in CPU memory where any do; memory rises and falls with that number on a line.
     """
-    count, batch = len(model.layers), job.batch or 1
+    count, batch, engine = len(model.layers), job.batch or 1, model.engine
     # Layers that are alike take no less room resident than in the slots that serve them all; where
     # what moves may rest in CPU memory alone, each that does not rest there helps.
     alone = hardware.disk is None
@@ -95,12 +99,12 @@ def _smallest(
             gpu_sequences=batch,
             cpu_sequences=0,
             attention=CpuAttention.NONE,
-            prefill_rows=min(LEAST_ROWS, batch * job.prompt),
-            prefill_passes=batch,
+            prefill_rows=min(LEAST_ROWS if engine.chunks else EVERY_ROW, batch * job.prompt),
+            prefill_passes=batch if engine.micro_batches else 1,
             decode_micro_batches=1,
         )
         yield base
-        for way in cpu_attentions(hardware):
+        for way in cpu_attentions(model, hardware):
             there = replace(base, attention=way)
             yield _with_cpu_sequences(there, sequences(there))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.scheduler.engine import EVERYTHING, Engine
+
 ALIGNMENT = 256  # of every tensor in a slot, bytes
 
 
@@ -48,6 +50,8 @@ class LayerProfile:
     active: int  # that one token meets: fewer where it chooses among experts
     largest: int  # in the largest tensor
     tensors: int
+    stored: int = 0  # bytes as they are stored, where that is known; else they are worked out
+    slot: int = 0  # likewise as they stand in a slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +70,7 @@ class ModelProfile:
     kv_width: int  # keys plus values
     group: int  # queries a KV head
     vocabulary: int
+    engine: Engine = EVERYTHING  # that runs it
 
     def itemsize(self, precision: Precision) -> int:
         """Bytes of an element of activations, keys and values."""
@@ -77,11 +82,15 @@ class ModelProfile:
 
     def layer_bytes(self, layer: LayerProfile, precision: Precision) -> int:
         """Weight bytes of one layer."""
+        if layer.stored:
+            return layer.stored
         other = layer.others * self.itemsize(precision)
         return precision.weight_bytes(layer.matrices) + other
 
     def slot_bytes(self, layer: LayerProfile, precision: Precision) -> int:
         """What a layer takes in a slot at most: every tensor begins at a multiple of 256 bytes."""
+        if layer.slot:
+            return layer.slot
         parts = layer.tensors * (2 if precision.quantised else 1)  # scales, too
         return self.layer_bytes(layer, precision) + ALIGNMENT * parts
 

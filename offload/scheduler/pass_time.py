@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.footprint import weights_of
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
 from offload.scheduler.plan import Tier
-from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.setting import Job, Setting
 from offload.scheduler.timeline import LayerTime, pass_seconds
 
-KERNELS = 12  # of one fused block
 CHAIN = "the layers one after the other"
 
 
@@ -22,6 +22,7 @@ class PassTime:
 
     seconds: float
     busy: Mapping[str, float]
+    compute: float  # of the seconds those that layers are computed, one after the other
 
     @property
     def limit(self) -> str:
@@ -36,7 +37,7 @@ class _Work:
 
     layers: tuple[float, ...]  # of one layer of each kind: GPU and CPU attention, as they join
     compute: float  # the same of all layers, and the head
-    after: float  # the head
+    after: float  # the head, and what the host does before the next pass
     rising: float  # bytes of keys and values that come up the link for each layer
     link: float  # all that comes up, at the rate that holds while it moves
     disk: float
@@ -84,7 +85,8 @@ def _pass_time(model: ModelProfile, setting: Setting, work: _Work, exact: bool) 
         "kernel launches": work.launch,
         "CPU attention": work.cpu,
     }
-    return PassTime(seconds, {name: value for name, value in busy.items() if value})
+    busy = {name: value for name, value in busy.items() if value}
+    return PassTime(seconds, busy, work.compute)
 
 
 def _layer_times(model: ModelProfile, setting: Setting, work: _Work) -> list[LayerTime]:
@@ -123,7 +125,8 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
         model, hardware, up, at_cpu * kv * len(model.layers), exchange * len(model.layers)
     )
     cpu_layer = cpu / len(model.layers)
-    launch = (hardware.launch or 0.0) * KERNELS * parts
+    one = hardware.launch or 0.0
+    launch = one * model.engine.kernels * parts
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     for layer, size, count in weights.kinds:
         touched, products = _products(layer, size, batch, parts, hbm_rate, matrix_rate)
@@ -137,10 +140,11 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
         matrix += count * products
     head = parts * model.vocabulary * model.hidden * model.itemsize(setting.precision) / hbm_rate
     down = exchange * len(model.layers)
+    idle = one * model.engine.between_steps  # the GPU has nothing to do
     return _Work(
         layers=tuple(layers),
-        compute=compute + head,
-        after=head,
+        compute=compute + head + idle,
+        after=head + idle,
         rising=rising,
         link=link,
         disk=read / hardware.needed("disk") if read else 0.0,
@@ -184,8 +188,9 @@ def _prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Se
     # Of a causal prompt every token meets half on average, in two products.
     attention = 2 * model.query_width * job.prompt * tokens / matrix_rate
     # What stands between the products is read and written once.
-    between = tokens * (8 * model.hidden + 3 * model.intermediate) * itemsize / hbm_rate
-    launch = (hardware.launch or 0.0) * KERNELS * parts
+    elements = model.engine.moved_elements(model.hidden, model.intermediate)
+    between = tokens * elements * itemsize / hbm_rate
+    launch = (hardware.launch or 0.0) * model.engine.kernels * parts
 
     moved, read = weights.moved(setting)
     share = setting.cpu_sequences / setting.batch

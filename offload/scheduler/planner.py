@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import BudgetError
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.estimate import Estimate, estimate
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.least import cpu_attentions, least_cpu, least_device
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
 from offload.scheduler.plan import Budget
 from offload.scheduler.search_space import Point, Space
-from offload.scheduler.setting import CpuAttention, Goal, Job, Setting
+from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
 UNLIMITED = 1 << 62
@@ -97,7 +98,7 @@ class _Search:
         for seed in seeds:
             self._offer(seed)
         starts: dict[tuple, tuple[float, Point]] = {}
-        ways = (CpuAttention.NONE, *cpu_attentions(self._hardware))
+        ways = (CpuAttention.NONE, *cpu_attentions(self._model, self._hardware))
         for point in self._space.coarse(weights, ways, self._balance):
             setting = self._space.complete(point)
             if setting is not None and self._reachable(setting):

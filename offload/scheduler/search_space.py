@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.footprint import Footprint, footprint
 from offload.scheduler.largest import largest
-from offload.scheduler.least import LEAST_ROWS
+from offload.scheduler.least import EVERY_ROW, LEAST_ROWS
 from offload.scheduler.model_profile import ModelProfile
 from offload.scheduler.plan import Budget
-from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.setting import Job, Setting
 
 ROWS = (LEAST_ROWS, 512, 1024, 2048, 4096, 8192, 16384)  # of a micro-batch while prompts are read
 MOST_SEQUENCES = 4096
@@ -40,6 +41,7 @@ class Space:
     def __init__(self, model: ModelProfile, job: Job, budget: Budget, *, disk: bool) -> None:
         self._model, self._job, self._budget, self._disk = model, job, budget, disk
         self._count = len(model.layers)
+        self._engine = model.engine
         self._completed: dict[Point, Setting | None] = {}
 
     def coarse(
@@ -54,9 +56,15 @@ class Space:
         for name in weights:
             for way in ways:
                 for resident in residents:
-                    for rows, passes in ((2048, 1), (LEAST_ROWS, 4)):
+                    for rows, passes in self._ways_to_read():
                         point = Point(name, way, resident, 0, rows=rows, passes=passes)
                         yield from self._sequences(point, balance)
+
+    def _ways_to_read(self) -> tuple[tuple[int, int], ...]:
+        """Rows at once and passes that prompts are read in, to begin with."""
+        if not self._engine.chunks:
+            return ((EVERY_ROW, 1),)
+        return ((2048, 1), (LEAST_ROWS, 4 if self._engine.micro_batches else 1))
 
     def _sequences(
         self, point: Point, balance: Callable[[Setting], Iterator[int]]
@@ -99,19 +107,28 @@ class Space:
                 for sequences in (point.cpu_sequences - step, point.cpu_sequences + step):
                     if 0 < sequences <= (self._job.batch or MOST_SEQUENCES):
                         yield replace(point, cpu_sequences=sequences)
+        if self._engine.chunks:
+            at = ROWS.index(point.rows)
+            yield from (replace(point, rows=rows) for rows in ROWS[max(0, at - 1) : at + 2])
+        if self._engine.micro_batches:
+            yield from self._other_parts(point)
+        yield from (replace(point, depth=depth) for depth in (1, 2) if depth != point.depth)
+
+    def _other_parts(self, point: Point) -> Iterator[Point]:
+        if point.cpu_sequences:
             yield replace(point, parts=3 - point.parts)
-        at = ROWS.index(point.rows)
-        yield from (replace(point, rows=rows) for rows in ROWS[max(0, at - 1) : at + 2])
         yield replace(point, passes=point.passes * 2)
         if point.passes > 1:
             yield replace(point, passes=point.passes // 2)
-        yield from (replace(point, depth=depth) for depth in (1, 2) if depth != point.depth)
 
     def complete(self, point: Point) -> Setting | None:
         """The setting of `point` that fills the budgets; None where they cannot hold it."""
         if point not in self._completed:
             given = self._job.batch is not None
-            self._completed[point] = self._with_layers(point) if given else self._with_kv(point)
+            found = self._with_layers(point) if given else self._with_kv(point)
+            if found is not None and not self._engine.chunks:
+                found = replace(found, prefill_rows=found.batch * self._job.prompt)
+            self._completed[point] = found
         return self._completed[point]
 
     def _with_layers(self, point: Point) -> Setting | None:

@@ -6,6 +6,7 @@ import enum
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.model_profile import PRECISIONS, Precision
 from offload.scheduler.plan import Tier, spread
 
@@ -16,14 +17,6 @@ class Goal(str, enum.Enum):
     THROUGHPUT = "throughput"  # generated tokens a second of the whole job
     LATENCY = "latency"  # seconds of the whole job
     FITS = "fits"  # the least memory of the compute device
-
-
-class CpuAttention(str, enum.Enum):
-    """Who attends to the keys and values that rest in CPU memory."""
-
-    NONE = "none"  # no sequence keeps any there
-    CPU = "cpu"  # beside the stream of weights
-    GPU = "gpu"  # after a way up the link in every pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, H200, LLAMA_2_70B, OPT_30B
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.footprint import footprint
 from offload.scheduler.largest import largest
 from offload.scheduler.least import least_cpu, least_device
 from offload.scheduler.plan import Budget
-from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.setting import Job, Setting
 
 HIDDEN, VOCABULARY = 7168, 50272
 LAYER = 2 * (12 * HIDDEN**2 + 13 * HIDDEN)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from profiles import H200, LLAMA_2_70B, OPT_30B
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.model_profile import LayerProfile, Precision
 from offload.scheduler.pass_time import CHAIN, decode_pass, prefill_pass
-from offload.scheduler.setting import CpuAttention, Job, Setting
+from offload.scheduler.setting import Job, Setting
 
 JOB = Job(512, 32, 100)
 PLAIN = Setting("fp16", 8, 40, 0, 2, 100, 0, CpuAttention.NONE, 2048, 1, 1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from profiles import BLOOM_176B, GIB, H200, LLAMA_2_70B, OPT_13B, OPT_30B, OPT_66B, TINY, llama, opt
 
 from offload.errors import BudgetError
+from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.estimate import estimate
 from offload.scheduler.footprint import footprint
 from offload.scheduler.hardware import Hardware, HardwareError
@@ -20,7 +21,7 @@ from offload.scheduler.least import least_cpu, least_device
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
 from offload.scheduler.plan import Budget, LayerSize, Tier, Workload, auto_plan
 from offload.scheduler.planner import TIE, plan_job
-from offload.scheduler.setting import CpuAttention, Goal, Job, Setting
+from offload.scheduler.setting import Goal, Job, Setting
 
 MODELS = [OPT_13B, OPT_30B, LLAMA_2_70B, BLOOM_176B, TINY]
 NEVER = 0.06  # ties, and a search that need not end in the very best
@@ -80,6 +81,25 @@ def test_what_is_chosen_fits_and_is_no_worse_than_what_is_simpler(
     for simple in simpler(model, hardware, budget, choice.job, choice.setting.weights):
         score = estimate(model, hardware, choice.job, simple).score(goal)
         assert choice.score(goal) >= score * (1 - TIE - 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(MODELS), machines(), budgets, jobs, st.sampled_from(Goal),
+    st.sampled_from([FUSED, TRANSFORMERS]),
+)  # fmt: skip
+def test_a_plan_has_nothing_that_its_engine_does_not_do(
+    model: ModelProfile, hardware: Hardware, budget: Budget, job: Job, goal: Goal, engine: Engine
+) -> None:
+    try:
+        planned = plan_job(replace(model, engine=engine), hardware, budget, job, goal)
+    except BudgetError:
+        return
+    for found in filter(None, (planned.choice, planned.runner_up)):
+        how = found.setting
+        assert how.attention in {CpuAttention.NONE, *engine.cpu_kv}
+        assert how.prefill_passes == how.decode_micro_batches == 1
+        assert engine.chunks or how.prefill_rows == how.batch * job.prompt
 
 
 def simpler(

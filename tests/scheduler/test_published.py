@@ -21,12 +21,13 @@ from profiles import (
     sized,
 )
 
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.estimate import Estimate, estimate
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import ModelProfile
 from offload.scheduler.plan import Budget
 from offload.scheduler.planner import plan_job
-from offload.scheduler.setting import CpuAttention, Goal, Job, Setting
+from offload.scheduler.setting import Goal, Job, Setting
 
 
 def setting(

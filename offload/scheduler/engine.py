@@ -1,0 +1,71 @@
+"""What runs a model, as far as plans depend on it: what it can do, and what that takes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class CpuAttention(str, enum.Enum):
+    """Who attends to the keys and values that rest in CPU memory."""
+
+    NONE = "none"  # no sequence keeps any there
+    CPU = "cpu"  # beside the stream of weights
+    GPU = "gpu"  # after a way up the link in every pass
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Counts of one layer. Widths are in tensors as wide as the residual, and as the MLP.
+
+    A plan has nothing that its engine does not do.
+    """
+
+    name: str
+    kernels: int  # what issuing a layer of a decode step takes, in launches of a small kernel
+    between_steps: int  # what the host does from a step's last layer to the next's first, likewise
+    alive: tuple[int, int]  # widths that a prompt's rows keep at once in the widest place
+    moved: tuple[int, int]  # widths that are read and written between a prompt's products
+    entry: int = 0  # widths that all rows keep ahead of the layers
+    mlp_rows: int | None = None  # of those as wide as the MLP that are alive at once; None: all
+    cpu_kv: frozenset[CpuAttention] = field(default=frozenset())  # how it may serve them
+    chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
+    micro_batches: bool = False  # whether it takes several passes over prompts, and parts of a step
+
+    def alive_elements(self, rows: int, hidden: int, intermediate: int) -> int:
+        """Elements of activations in the widest place of a layer."""
+        wide_rows = rows if self.mlp_rows is None else min(rows, self.mlp_rows)
+        return rows * self.alive[0] * hidden + wide_rows * self.alive[1] * intermediate
+
+    def moved_elements(self, hidden: int, intermediate: int) -> int:
+        """Elements that one row reads and writes between the products of a layer."""
+        return self.moved[0] * hidden + self.moved[1] * intermediate
+
+
+# All that a plan can be about; what an engine that does it all on fused kernels takes.
+EVERYTHING = Engine(
+    name="any",
+    kernels=12,
+    between_steps=0,
+    alive=(8, 3),
+    moved=(8, 3),
+    cpu_kv=frozenset({CpuAttention.CPU, CpuAttention.GPU}),
+    chunks=True,
+    micro_batches=True,
+)
+FUSED = Engine(
+    name="fused",
+    kernels=12,
+    between_steps=80,
+    alive=(7, 3),
+    entry=2,
+    moved=(8, 3),
+    mlp_rows=8192,
+    cpu_kv=frozenset({CpuAttention.CPU}),
+    chunks=True,
+)
+# PyTorch's modules from Python: many small kernels, each of them through its dispatcher.
+TRANSFORMERS = Engine(
+    name="transformers", kernels=240, between_steps=160, alive=(3, 2), moved=(40, 10)
+)
+ENGINES = {engine.name: engine for engine in (FUSED, TRANSFORMERS, EVERYTHING)}
