@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from offload.kernels import reference, tuning
 from offload.kernels.activation import Activation, Kind
 from offload.kernels.call import Call, current_stream, on_stream
 from offload.kernels.cublas_product import CublasProduct
-from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
+from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear, check_statistics
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.tuning import PIECES, SKINNY, Choice, Key
@@ -37,6 +37,8 @@ class _Arguments:
     gated: bool
     transposed: bool
     early: bool
+    statistics: torch.Tensor | None = None
+    keep_statistics: bool = False
 
     @property
     def rows(self) -> int:
@@ -51,9 +53,9 @@ class Linear(Call):
     the way is looked up in a table that is measured on this machine when a shape is first seen
     (tens of milliseconds, and scratch of three times L2; not while a graph is captured); `choice`
     forces it. More rows go to cuBLAS, whole or in pieces as `CublasProduct` finds out, with the
-    rest in kernels around it. On a CPU the reference runs. `launch(stream)` issues it, like a
-    `Call`. Calls that share a workspace share what lies between their kernels, so they run one
-    after another.
+    rest in kernels around it; it has no use for `statistics` and leaves none. On a CPU the
+    reference runs. `launch(stream)` issues it, like a `Call`. Calls that share a workspace share
+    what lies between their kernels, so they run one after another.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -67,6 +69,8 @@ class Linear(Call):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         norm: Norm | None = None,
+        statistics: torch.Tensor | None = None,
+        keep_statistics: bool = False,
         activation: str | None = None,
         gated: bool = False,
         transposed: bool = False,
@@ -78,9 +82,23 @@ class Linear(Call):
             OP, input, weight, out, bias, residual, norm, activation, gated, transposed=transposed
         )
         self._arguments = asked = _Arguments(
-            input, weight, out, bias, residual, norm, activation, gated, transposed, early
+            input,
+            weight,
+            out,
+            bias,
+            residual,
+            norm,
+            activation,
+            gated,
+            transposed,
+            early,
+            statistics,
+            keep_statistics,
         )
+        if statistics is not None:
+            check_statistics(OP, statistics, asked.rows, input)
         self.choice = choice
+        self.statistics: torch.Tensor | None = None
         if input.device.type != "cuda" or not asked.rows:
             self._launches: tuple[Callable[[int], Any], ...] = (self._reference,)
             return
@@ -92,7 +110,12 @@ class Linear(Call):
                 f"{OP}: only cublas multiplies a transposed weight or more than {MOST_ROWS} rows, "
                 f"not {choice.way!r}"
             )
-        self._launches = _launches(asked, choice, workspace)
+        if choice.way in SKINNY:
+            call = _skinny(asked, choice, workspace)
+            self.statistics = call.statistics
+            self._launches = (call.launch,)
+        else:
+            self._launches = _launches(asked, choice, workspace)
 
     # Several launches, or one of torch's: nothing here that a struct of the library describes.
     def launch(self, stream: int = 0) -> None:
@@ -126,6 +149,7 @@ def choose(asked: _Arguments) -> Choice:
         rows=rows,
         gated=asked.gated,
         norm=asked.norm.kind if asked.norm else "",
+        statistics=asked.norm is not None and asked.statistics is not None,
         activation=asked.activation is not None,
         residual=asked.residual is not None,
         early=asked.early,
@@ -160,12 +184,10 @@ class _Measurement:
             one.weight,
             one.out,
             norm=one.norm,
+            statistics=one.statistics,
             gated=one.gated,
         ).variants
-        ways: tuple[Literal["own", "apart"], ...] = ("own",)
-        if asked.norm is not None:
-            ways = ("own", "apart")
-        own = tuple(Choice(way, variant) for way in ways for variant in range(1, count + 1))
+        own = tuple(Choice("own", variant) for variant in range(1, count + 1))
         return (Choice("cublas"), *own)
 
     def _refine(self, choice: Choice) -> tuple[Choice, ...]:
@@ -203,6 +225,10 @@ class _Measurement:
             gated=asked.gated,
             transposed=False,
             early=asked.early,
+            statistics=None
+            if asked.statistics is None
+            else torch.rand(rows, *asked.statistics.shape[1:], device=like.device),
+            keep_statistics=asked.keep_statistics,
         )
 
     def _time(self, choice: Choice) -> float:
@@ -224,30 +250,28 @@ def _launches(
     asked: _Arguments, choice: Choice, workspace: Workspace
 ) -> tuple[Callable[[int], Any], ...]:
     """The kernels of `choice`, each a function of the stream."""
-    if choice.way not in SKINNY:
-        return _cublas(asked, choice if choice.way in PIECES else None, workspace)
-    before: list[Callable[[int], Any]] = []
-    input, norm, early = asked.input, asked.norm, asked.early
-    if choice.way == "apart" and norm is not None:
-        # A buffer of its own: the workspace's is where the product keeps its partial sums.
-        normalised = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        before.append(_norm(input, norm, normalised, early))
-        input, norm, early = normalised, None, True
-    call = SkinnyGemm(
-        input,
+    if choice.way in SKINNY:
+        return (_skinny(asked, choice, workspace).launch,)
+    return _cublas(asked, choice if choice.way in PIECES else None, workspace)
+
+
+def _skinny(asked: _Arguments, choice: Choice, workspace: Workspace) -> SkinnyGemm:
+    return SkinnyGemm(
+        asked.input,
         asked.weight,
         asked.out,
         bias=asked.bias,
         residual=asked.residual,
-        norm=norm,
+        norm=asked.norm,
+        statistics=asked.statistics,
+        keep_statistics=asked.keep_statistics,
         activation=asked.activation,
         gated=asked.gated,
         variant=choice.variant,
         splits=choice.splits,
         workspace=workspace,
-        early=early,
+        early=asked.early,
     )
-    return (*before, call.launch)
 
 
 def _norm(input: torch.Tensor, norm: Norm, out: torch.Tensor, early: bool) -> Callable[[int], None]:
