@@ -73,6 +73,6 @@ $(VENV)/.demo: $(VENV)/.torch $(PACKAGED)
 # that what the main environment compiled serves here too.
 $(VENV)-%/.ready: scripts/make_venv.sh Makefile
 	scripts/make_venv.sh $(VENV)-$* $(PYTHON)
-	$(VENV)-$*/bin/python -m pip install -qq transformers==$* accelerate psutil \
+	$(VENV)-$*/bin/python -m pip install -qq transformers==$* accelerate greenlet psutil \
 	    hypothesis pytest pytest-timeout
 	touch $@

@@ -25,5 +25,13 @@ class ClosedError(OffloadError, RuntimeError):
     """The offloaded model was closed; its weights are gone."""
 
 
+class JobError(OffloadError, RuntimeError):
+    """One of several jobs on one model failed; `number` counts from 0, `__cause__` is its error."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class ModelNotFoundError(OffloadError, FileNotFoundError):
     """The model's name is neither a folder nor a hub id that can be had."""

@@ -8,8 +8,9 @@ import contextlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,8 @@ from offload.measure import measure_rates
 from offload.models.fused import FusedEngine
 from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
+from offload.models.lockstep import run_together
+from offload.models.micro_batches import MicroBatches
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.forward import quantised_weights, release_quantised
@@ -31,11 +34,14 @@ from offload.store.pack import Pack
 from offload.trace import Picture, Trace, picture
 from offload.trace.chrome import write_chrome
 
+T = TypeVar("T")
 SMALL_MODEL = 1 << 30  # bytes streamed; below it rates are measured with less data
 
 
 class Offload(NotCopied):
-    """What offload knows of a model: `plan`, `report()`, `trace()`, `close()`."""
+    """What offload knows of a model and does with it: `generate` in micro-batches, `together`, the
+    `plan`, `report()`, `trace()`, `close()`.
+    """
 
     def __init__(
         self,
@@ -165,6 +171,57 @@ class Offload(NotCopied):
             picture=self._picture,
         )
 
+    def together(self, calls: Iterable[Callable[[], T]], *, live: int | None = None) -> list[T]:
+        """The results of `calls`, functions that call the model, run side by side in lock step.
+
+        A layer is loaded once for all: a pass takes every call one forward further, so that the
+        loads are those of the longest alone. Each call computes what it would alone, with a cache
+        of its own. `live` bounds how many have begun and not ended; the next of `calls`, which may
+        be a generator, begins with the pass after one has ended. Of torch's settings each has its
+        own grad mode, inference mode and autocast; `sdpa_kernel`, the random number generators and
+        other settings of the process are shared.
+
+        The first call that fails ends the others: JobError has its number, and its error as
+        `__cause__`. Ctrl-C ends all. Other threads' passes wait until all have ended.
+        """
+        model = self._parts.model
+        return run_together(self._owner, model, self.device, calls, live, _call_name)
+
+    def generate(
+        self,
+        inputs: Any,
+        *,
+        micro_batch_size: int | None = None,
+        live: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """The model's `generate`, in micro-batches that share every load of a layer.
+
+        Args:
+            inputs: a batch, which is split by sequences: input ids [batch, tokens], or a mapping
+                of tensors with the batch first, as tokenizers return it. Or requests: a list (or
+                any iterable) of mappings with arguments of `generate`, one micro-batch each.
+            micro_batch_size: sequences of a batch that run at once, 8 unless given.
+            live: micro-batches that have begun and not ended, at most; None: all. Each has a cache
+                of its own; the next begins where one has ended.
+            options: further arguments of `generate`. Tensors of two or more dimensions with the
+                batch first (attention_mask) are split with it. `prefill_chunk_size` cuts
+                prompts by tokens, so that a long one takes several passes and less memory.
+
+        Returns:
+            Of a batch the ids [batch, tokens], padded at the end as `generate` pads; a list of
+            outputs, one a micro-batch, with `return_dict_in_generate`. Of requests a list.
+
+        Raises:
+            JobError: a micro-batch failed; which one, and why. The others were ended.
+            ValueError, TypeError: an argument, by name and value.
+        """
+        model: Any = self._parts.model
+        work = MicroBatches.of(inputs, micro_batch_size, options, model)
+        calls = (partial(model.generate, **arguments) for arguments in work.arguments)
+        outputs = run_together(self._owner, model, self.device, calls, live, work.name)
+        return work.join(outputs)
+
     def close(self) -> None:
         """Release all weights, threads and files, and delete what was stored for a live model. A
         forward raises from then on.
@@ -180,6 +237,10 @@ class Offload(NotCopied):
                 close = getattr(module.forward, "close", None)
                 if close is not None:
                     close()
+
+
+def _call_name(number: int) -> str:
+    return f"call {number} of together()"
 
 
 def _release(owner: PassOwner, store: WeightStore, pack: Pack | None) -> None:
@@ -248,6 +309,8 @@ class _OffloadedModel(NotCopied, PreTrainedModel):
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """As in the plain model; the fused engine learns how long the sequences may become."""
         prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
+        # Older releases keep a static cache for the next call, which may be another job's.
+        vars(self).pop("_cache", None)
         result = prepare(*args, **kwargs)
         given = inspect.signature(prepare).bind(*args, **kwargs).arguments
         caches = given.get("model_kwargs", {})

@@ -20,15 +20,14 @@ from offload.errors import ClosedError, UnsupportedError
 from offload.models.parts import Part
 from offload.scheduler.stream import Stream
 
+KEPT_PASSES = 256  # times of the latest passes
 
-class LockStep(Protocol):
-    """Where the jobs of one thread meet."""
+
+class Meeting(Protocol):
+    """Where the jobs of one thread wait for each other."""
 
     def wait(self, site: int | None) -> None:
-        """Returns when it is the turn of the layer of `site`; None: of the next pass."""
-
-
-KEPT_PASSES = 256  # times of the latest passes
+        """Return when it is the turn of the layer of `site`; None: of the next pass."""
 
 
 class PassOwner:
@@ -53,7 +52,7 @@ class PassOwner:
         self._check = check
         self.lock = threading.RLock()  # held by whoever runs a pass
         self.depth = 0  # forwards inside one another, of the thread that holds the lock
-        self.lockstep: LockStep | None = None  # of several jobs that run passes together
+        self.lockstep: Meeting | None = None  # of several jobs that run passes together
         self._start: Any = None
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_PASSES)
         self.passes = 0

@@ -83,8 +83,8 @@ class Stream:
         self._site: int | None = None
         self._clock = 0
         self._pid = os.getpid()
-        # Called with a site before it is acquired, where nobody uses a slot: passes that run in lock
-        # step wait for each other there.
+        # Called with a site before it is acquired, unless a slot is in use: passes that run in
+        # lock step wait for each other there.
         self.before: Callable[[int], None] | None = None
         self.trace: Listener | None = None
         self.stats = StreamStats(loads=[0] * (max(sites) + 1 if layers else 0))

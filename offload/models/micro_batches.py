@@ -1,0 +1,161 @@
+"""A batch for `generate` split into micro-batches by sequences, and their outputs joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DEFAULT_SIZE = 8  # sequences of a micro-batch
+
+# What belongs to one call of `generate`, and cannot be cut into pieces.
+_WHOLE = {
+    "past_key_values": "each micro-batch has a cache of its own",
+    "cache": "each micro-batch has a cache of its own",
+    "encoder_outputs": "each micro-batch runs the encoder itself",
+    "streamer": "tokens of several micro-batches come in turns",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """Arguments of one call of `generate` each, what each is called, and how outputs are joined."""
+
+    arguments: Iterable[dict[str, Any]]
+    name: Callable[[int], str]
+    join: Callable[[list[Any]], Any]
+
+    @classmethod
+    def of(
+        cls, inputs: Any, size: int | None, options: Mapping[str, Any], model: Any
+    ) -> MicroBatches:
+        """Of a batch (a tensor, or a mapping of tensors) or an iterable of requests (mappings)."""
+        if isinstance(inputs, torch.Tensor):
+            # The name that the model has for it, as `generate` itself finds it.
+            inputs = {
+                model.main_input_name if model.config.is_encoder_decoder else "input_ids": inputs
+            }
+        if isinstance(inputs, Mapping):
+            return cls._of_batch(inputs, size, options, model)
+        if isinstance(inputs, str) or not isinstance(inputs, Iterable):
+            raise TypeError(
+                "inputs must be input ids [batch, tokens], a mapping of such tensors, or a list of "
+                f"mappings with one request each, got {type(inputs).__name__}"
+            )
+        if size is not None:
+            raise ValueError(
+                f"micro_batch_size={size} splits a batch, but inputs are requests, each of which "
+                "is a micro-batch: leave it out"
+            )
+        return cls(_requests(inputs, options), lambda i: f"request {i}", lambda outputs: outputs)
+
+    @classmethod
+    def _of_batch(
+        cls, inputs: Mapping[str, Any], size: int | None, options: Mapping[str, Any], model: Any
+    ) -> MicroBatches:
+        size = DEFAULT_SIZE if size is None else size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"micro_batch_size must be a positive number, got {size!r}")
+        twice = inputs.keys() & options.keys()
+        if twice:
+            raise TypeError(f"{min(twice)} is given in inputs and beside them")
+        batch = _batch_of(inputs)
+        split = dict(inputs)
+        common = dict(options)
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == batch:
+                split[name] = common.pop(name)
+        if batch > size:
+            for name, why in _WHOLE.items():
+                if common.get(name) is not None:
+                    raise ValueError(f"{name} cannot be split into micro-batches: {why}")
+        pad = _Padding.of(options, model)
+        pad.check(options, batch > size)
+
+        def rows(first: int) -> dict[str, Any]:
+            return {name: value[first : first + size] for name, value in split.items()} | common
+
+        def called(number: int) -> str:
+            first = number * size
+            last = min(first + size, batch) - 1
+            return f"micro-batch {number} (sequences {first} to {last})"
+
+        return cls((rows(first) for first in range(0, batch, size)), called, pad.join)
+
+
+def _requests(requests: Iterable[Any], options: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    for number, request in enumerate(requests):
+        if not isinstance(request, Mapping):
+            raise TypeError(
+                f"request {number} must be a mapping with arguments of generate, such as "
+                f"input_ids, got {type(request).__name__}"
+            )
+        yield {**options, **request}
+
+
+def _batch_of(inputs: Mapping[str, Any]) -> int:
+    """Sequences of the batch."""
+    if not inputs:
+        raise ValueError("inputs are empty: there is nothing to generate from")
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.dim() < 1:
+            raise TypeError(
+                f"inputs[{name!r}] must be a tensor with the batch as its first dimension, got "
+                f"{type(value).__name__}; arguments for all sequences go beside inputs"
+            )
+    counts = {name: value.shape[0] for name, value in inputs.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ValueError(f"inputs are not of one batch (sequences of each are {listed})")
+    batch = next(iter(counts.values()))
+    if not batch:
+        raise ValueError("inputs hold no sequence")
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """What `generate` fills rows with that ended early; None where no row does."""
+
+    token: int | None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], model: Any) -> _Padding:
+        """As `generate` finds it: the padding token, else the first end token."""
+        own = model.generation_config
+        given = options.get("generation_config") or own
+        for name in ("pad_token_id", "eos_token_id"):
+            for value in (options.get(name), getattr(given, name, None), getattr(own, name, None)):
+                if value is not None:
+                    return cls(int(torch.as_tensor(value).flatten()[0]))
+        return cls(None)
+
+    def check(self, options: Mapping[str, Any], several: bool) -> None:
+        """Refuse what may end micro-batches at different lengths where nothing is known to fill
+        the shorter ones with.
+        """
+        criteria = options.get("stopping_criteria"), options.get("max_time")
+        if several and self.token is None and any(x is not None for x in criteria):
+            raise ValueError(
+                "micro-batches may end at different lengths, and there is no padding token to fill "
+                "the shorter ones with: pass pad_token_id"
+            )
+
+    def join(self, outputs: list[Any]) -> Any:
+        """The rows of all outputs; the outputs themselves where they are no plain ids."""
+        if not all(isinstance(ids, torch.Tensor) for ids in outputs):
+            return outputs
+        return _joined(outputs, self.token or 0)
+
+
+def _joined(outputs: Sequence[torch.Tensor], pad: int) -> torch.Tensor:
+    """[rows, tokens] each -> all rows [rows, most tokens], filled at the end."""
+    longest = max(ids.shape[1] for ids in outputs)
+    joined = outputs[0].new_full((sum(len(ids) for ids in outputs), longest), pad)
+    row = 0
+    for ids in outputs:
+        joined[row : row + len(ids), : ids.shape[1]] = ids
+        row += len(ids)
+    return joined
