@@ -26,7 +26,7 @@ Shapes = tuple[tuple[int, int], ...]
 LAYER: Shapes = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))  # Llama-7B
 TINY = (256, 384)  # for a CPU
 FORMS = ("int4", "int4-g128", "int4-zp", "int8")
-SWEPT = ("int4", "int4-g32-zp", "int4-g128", "int8")
+SWEPT = ("int4", "int4-zp", "int4-g32-zp", "int4-g128", "int8")
 
 
 class Weights:
@@ -50,7 +50,7 @@ class Weights:
             (torch.randn(rows, k, **like), torch.empty(rows, n, **like)) for k, n in self.shapes
         ]
 
-    def ours(self, rows: int, variant: int = 0, early: bool = True) -> Callable[[int], None]:
+    def ours(self, rows: int, early: bool = True) -> Callable[[int], None]:
         """Launches the matrices of copy i."""
         xs = self.inputs(rows)
         early = early and self.device.type == "cuda"
@@ -62,7 +62,6 @@ class Weights:
                     self.form,
                     one,
                     out,
-                    variant=variant,
                     workspace=self.workspace,
                     early=early,
                 )
@@ -153,54 +152,59 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 def sweep(
     device: torch.device, rates: Rates, wanted: Callable[[str], bool], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Measure every variant on a large matrix and on a layer; prints a line for each number of
-    rows, returns all of it as data. A result that is wrong is said and not measured.
+    """Measure large matrices and a layer's back to back in every format and number of rows; prints
+    a line for each, returns all of it as data. "late" is without programmatic dependent launch. A
+    result that is wrong is said and not measured.
     """
     if device.type != "cuda":
         raise ValueError("the sweep needs a CUDA device")
     found: list[dict[str, Any]] = []
-    for name, matrices in (("K5120 N20480", SHAPES[:1]), ("Llama-7B layer", LAYER)):
+    shapes: list[tuple[str, Shapes]] = [(f"K{k} N{n}", ((k, n),)) for k, n in SHAPES]
+    for name, matrices in (*shapes, ("Llama-7B layer", LAYER)):
+        peers: dict[int, float] = {}  # cuBLAS by rows: the same for all formats
         for text in SWEPT:
             if not wanted(f"{name} {text}"):
                 continue
             weights = Weights(WeightFormat.parse(text), matrices, device)
             bound = weights.nbytes / rates.read
             say(f"{name} {text}  {weights.nbytes / 1e6:.0f} MB, bound {bound * 1e6:.1f} us")
+
+            def timed(run: Callable[[int], None], weights: Weights = weights) -> float:
+                return seconds([run], device, weights.count, 3, 2, 0)[0]
+
             for rows in ROWS:
-                [peer] = seconds([weights.cublas(rows)], device, weights.count, 3, 2, 0)
-                cells = []
-                for variant, early in _ways(weights, rows):
-                    row: dict[str, Any] = {
-                        "shape": name,
-                        "form": text,
-                        "rows": rows,
-                        "variant": variant,
-                    }
-                    row |= {"early": early, "bound": bound, "cublas": peer, "error": ""}
-                    try:
-                        row["error"] = _problem(weights, rows, variant)
-                        run = weights.ours(rows, variant, early)
-                        [row["seconds"]] = seconds([run], device, weights.count, 3, 2, 0)
-                    except RuntimeError as error:
-                        row["error"] = " ".join(str(error).split())
-                    found.append(row)
-                    label = f"v{variant}{'' if early else ' late'}"
-                    cells.append(
-                        f"{label} {row['error']}"
-                        if row["error"]
-                        else f"{label} {bound / row['seconds']:.3f}"
-                    )
-                say(f"  rows {rows:2}: cuBLAS bf16 {peer * 1e6:.1f} us | {', '.join(cells)}")
+                if rows not in peers:
+                    peers[rows] = timed(weights.cublas(rows))
+                row: dict[str, Any] = {"shape": name, "form": text, "rows": rows, "bound": bound}
+                row |= {"bytes": weights.nbytes, "cublas": peers[rows], "error": ""}
+                found.append(row)
+                try:
+                    row["error"] = _problem(weights, rows)
+                    row["seconds"] = timed(weights.ours(rows))
+                    row["late"] = timed(weights.ours(rows, early=False))
+                except RuntimeError as error:
+                    row["error"] = " ".join(str(error).split())
+                if text == SWEPT[0]:
+                    row["torch_int4"] = timed(weights.torch_int4(rows))
+                say(_line(row))
     return found
 
 
-def _ways(weights: Weights, rows: int) -> list[tuple[int, bool]]:
-    x, out = weights.inputs(rows)[0]
-    count = QuantGemm(x, weights.form, weights.every[0][0], out).variants
-    return [(variant, True) for variant in range(1, count + 1)] + [(1, False)]
+def _line(row: dict[str, Any]) -> str:
+    start = f"  rows {row['rows']:2}: "
+    if row["error"]:
+        return start + row["error"]
+    took, peer = row["seconds"], row["cublas"]
+    theirs = row.get("torch_int4")
+    return (
+        f"{start}{took * 1e6:6.1f} us {row['bytes'] / took / 1e9:5.0f} GB/s "
+        f"{row['bound'] / took:.3f} of the read rate (late {row['bound'] / row['late']:.3f}), "
+        f"cuBLAS bf16 {peer * 1e6:.1f} us x{peer / took:.2f}"
+        + (f", torch int4 {row['bound'] / theirs:.3f}" if theirs else "")
+    )
 
 
-def _problem(weights: Weights, rows: int, variant: int) -> str:
+def _problem(weights: Weights, rows: int) -> str:
     """What is wrong with the first matrix's product; "" where nothing is."""
     x, out = weights.inputs(rows)[0]
     k, n = weights.shapes[0]
@@ -208,9 +212,7 @@ def _problem(weights: Weights, rows: int, variant: int) -> str:
     exact = functional.linear(x.double(), weight.double())
     allowed = 2 * (functional.linear(x, weight).double() - exact).abs().max().item()
     out.fill_(torch.nan)
-    call = QuantGemm(
-        x, weights.form, weights.every[0][0], out, variant=variant, workspace=weights.workspace
-    )
+    call = QuantGemm(x, weights.form, weights.every[0][0], out, workspace=weights.workspace)
     call.launch(current_stream(weights.device))
     error = (out.double() - exact).abs().max().item()
     return "" if error <= allowed else f"wrong by {error:.3g}, allowed {allowed:.3g}"

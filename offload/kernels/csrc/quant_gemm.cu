@@ -14,63 +14,37 @@ using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
 struct QuantChoice {
     QuantKernel kernel = nullptr;
     int index = 0;  // of the kernel, for what must be told to CUDA once
-    int tile = 0, depth = 0, threads = 0, blocks = 0, shared = 0, columns = 0;
+    int tile_rows = 0, parts = 0, threads = 0, blocks = 0, step_depth = 0, sum_bytes = 0;
 };
 
-template <typename T, int kBits, int kColumns, int kTile, int kChunkBytes, int kStages,
-          int kThreads, int kBlocks>
+template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kParts, int kSlots,
+          int kBlocks>
 QuantChoice choose_kernel(int index) {
-    using Shape = QuantShape<kBits, kColumns, kTile, kChunkBytes, kThreads>;
-    return {quant_gemm_kernel<T, kBits, kColumns, kTile, kChunkBytes, kStages, kThreads, kBlocks>,
+    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kParts>;
+    return {quant_gemm_kernel<T, kBits, kColumns, kTiles, kGroups, kParts, kSlots, kBlocks>,
             index,
-            kTile,
-            Shape::kDepth,
-            kThreads,
+            Shape::kTileRows,
+            kParts,
+            Shape::kThreads,
             kBlocks,
-            kStages * Shape::kStageBytes + Shape::kSumBytes,
-            kColumns};
+            Shape::kStepDepth,
+            Shape::kSumBytes};
 }
 
-constexpr int kQuantKernels = 28;
+constexpr int kQuantKernels = 12;
 
-// Variants 1 to 3: large chunks of 128 rows, small ones of 256, and two blocks an SM. With more
-// than 16 rows the activations of a tile take so much room that only the second is left.
 template <typename T, int kBits>
-QuantChoice kernel_of(int rows, int variant, int base) {
-    if (rows > 16)
-        return variant == 1 ? choose_kernel<T, kBits, 8, 256, 128, 3, 256, 1>(base) : QuantChoice();
-    const bool few = rows <= 8;
-    switch (variant) {
-        case 1:
-            return few ? choose_kernel<T, kBits, 1, 128, 256, 5, 512, 1>(base + 1)
-                       : choose_kernel<T, kBits, 2, 128, 256, 4, 512, 1>(base + 2);
-        case 2:
-            return few ? choose_kernel<T, kBits, 1, 256, 128, 5, 512, 1>(base + 3)
-                       : choose_kernel<T, kBits, 2, 256, 128, 5, 512, 1>(base + 4);
-        case 3:
-            return few ? choose_kernel<T, kBits, 1, 128, 128, 4, 256, 2>(base + 5)
-                       : choose_kernel<T, kBits, 2, 128, 128, 4, 256, 2>(base + 6);
-        default:
-            return {};
-    }
+QuantChoice kernel_of(int rows, int base) {
+    if (rows <= 8) return choose_kernel<T, kBits, 1, 1, 1, 8, 4, 2>(base);
+    if (rows <= 16) return choose_kernel<T, kBits, 2, 1, 1, 8, 4, 2>(base + 1);
+    return choose_kernel<T, kBits, 8, 2, 4, 2, 2, 1>(base + 2);
 }
 
-QuantChoice kernel_of(const OffloadQuantGemm& a, const Device& device, int variant) {
-    QuantChoice found;
+QuantChoice kernel_of(const OffloadQuantGemm& a) {
     if (a.dtype == OFFLOAD_F16)
-        found = a.bits == 4 ? kernel_of<__half, 4>(a.rows, variant, 0)
-                            : kernel_of<__half, 8>(a.rows, variant, 7);
-    else
-        found = a.bits == 4 ? kernel_of<__nv_bfloat16, 4>(a.rows, variant, 14)
-                            : kernel_of<__nv_bfloat16, 8>(a.rows, variant, 21);
-    if (found.shared > device.shared_per_block) found.kernel = nullptr;
-    return found;
-}
-
-int variant_count(const OffloadQuantGemm& a, const Device& device) {
-    int count = 0;
-    while (kernel_of(a, device, count + 1).kernel) ++count;
-    return count;
+        return a.bits == 4 ? kernel_of<__half, 4>(a.rows, 0) : kernel_of<__half, 8>(a.rows, 3);
+    return a.bits == 4 ? kernel_of<__nv_bfloat16, 4>(a.rows, 6)
+                       : kernel_of<__nv_bfloat16, 8>(a.rows, 9);
 }
 
 int check_arguments(const OffloadQuantGemm& a) {
@@ -107,8 +81,8 @@ int check_arguments(const OffloadQuantGemm& a) {
     if (!aligned16(a.input) || !aligned16(a.codes))
         return refuse("quant_gemm: input and codes must lie at multiples of 16 bytes");
     const int64_t products = static_cast<int64_t>(a.outputs) * (a.gated ? 2 : 1);
-    if (products * (a.depth / a.group) > INT32_MAX)
-        return refuse("quant_gemm: a weight of %lld x %d has too many groups",
+    if (products * (a.depth / a.group) > INT32_MAX || products * a.depth / lane_depth > UINT32_MAX)
+        return refuse("quant_gemm: a weight of %lld x %d is too large",
                       static_cast<long long>(products), a.depth);
     return 0;
 }
@@ -116,40 +90,74 @@ int check_arguments(const OffloadQuantGemm& a) {
 struct QuantCall {
     QuantChoice choice;
     QuantPlan plan;
+    int shared;
     int64_t workspace_bytes, counters;
 };
 
+int input_pitch(const QuantChoice& c, uint32_t steps) {
+    return static_cast<int>(steps) * c.step_depth * 2 + 64;
+}
+
+uint32_t ceil_div(uint32_t a, uint32_t b) { return (a - 1) / b + 1; }
+
+// Into how many parts the depth goes: as few as leave room for a part's activations, and more where
+// the tiles do not go evenly into the blocks. A block's time, in bytes that it reads.
+uint32_t choose_splits(const OffloadQuantGemm& a, const QuantChoice& c, const QuantPlan& p,
+                       uint32_t room, uint32_t blocks) {
+    constexpr double kJoin = 24e3;  // what it takes to add the parts' sums
+    uint32_t best = 0;
+    double least = 0;
+    const uint32_t most = p.steps < blocks ? p.steps : blocks;
+    for (uint32_t splits = 1; splits <= most; ++splits) {
+        const uint32_t steps = ceil_div(p.steps, splits);
+        if (static_cast<int64_t>(a.rows) * input_pitch(c, steps) > room) continue;
+        if (best && splits > 16 && splits > 2 * best) break;
+        const uint32_t parts = static_cast<uint32_t>(c.parts);
+        const uint32_t tiles = ceil_div(p.tiles, blocks / splits);
+        const double codes =
+            static_cast<double>(tiles) * c.tile_rows * ceil_div(steps, parts) * parts * kStepBytes;
+        const double inputs = static_cast<double>(a.rows) * steps * c.step_depth * 2;
+        const double sums = static_cast<double>(a.rows) * tiles * c.tile_rows * 8;
+        const double time = codes + inputs / 2 + (splits > 1 ? sums + kJoin : 0.0);
+        if (!best || time < least) {
+            best = splits;
+            least = time;
+        }
+    }
+    return best;
+}
+
 int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call) {
     if (int status = check_arguments(a)) return status;
-    const int count = variant_count(a, device);
-    if (count == 0) return refuse("quant_gemm: this device has too little shared memory");
-    if (a.variant < 0 || a.variant > count)
-        return refuse("quant_gemm: variant must be 0 to %d here, not %d", count, a.variant);
-    call.choice = kernel_of(a, device, a.variant ? a.variant : 1);
+    if (a.variant < 0 || a.variant > 1)
+        return refuse("quant_gemm: variant must be 0 or 1 here, not %d", a.variant);
+    call.choice = kernel_of(a);
     const QuantChoice& c = call.choice;
     QuantPlan& p = call.plan;
-    const int tile_outputs = a.gated ? c.tile / 2 : c.tile;
-    const int64_t tiles = (a.outputs - 1ll) / tile_outputs + 1;
-    const int64_t chunks = (a.depth - 1ll) / c.depth + 1;
-    if (tiles * chunks > INT32_MAX)
-        return refuse("quant_gemm: a weight of %d x %d is too large", a.outputs, a.depth);
-    p.tiles = static_cast<uint32_t>(tiles);
-    p.chunks = static_cast<uint32_t>(chunks);
-    p.units = p.tiles * p.chunks;
-    p.row_bytes = static_cast<int32_t>(static_cast<int64_t>(a.depth) * a.bits / 8);
+    const int tile_outputs = a.gated ? c.tile_rows / 2 : c.tile_rows;
+    p.tiles = ceil_div(a.outputs, tile_outputs);
+    p.steps = ceil_div(a.depth, c.step_depth);
+    p.row_pieces = static_cast<uint32_t>(static_cast<int64_t>(a.depth) * a.bits / 128);
     p.groups = a.depth / a.group;
     p.group_shift = 31;
     if (a.group != a.depth)
         for (p.group_shift = 0; 1 << p.group_shift < a.group;) ++p.group_shift;
-    // As many units for all as for the busiest: then fewer blocks share a tile.
-    const uint32_t room =
+    // A block leaves 1 KiB of its share to CUDA.
+    const int share = (device.shared_per_block + 1024) / c.blocks - 1024;
+    const uint32_t blocks =
         static_cast<uint32_t>(device.multiprocessors) * static_cast<uint32_t>(c.blocks);
-    const uint32_t most = (p.units - 1) / room + 1;
-    p.blocks = (p.units - 1) / most + 1;
-    const bool apart = p.units % p.blocks == 0 && p.units / p.blocks % p.chunks == 0;
-    call.counters = apart ? 0 : tiles;
-    call.workspace_bytes =
-        apart ? 0 : static_cast<int64_t>(p.blocks) * 2 * c.tile * c.columns * 8 * sizeof(float);
+    p.splits = choose_splits(a, c, p, static_cast<uint32_t>(share - c.sum_bytes), blocks);
+    if (p.splits == 0)
+        return refuse("quant_gemm: a depth of %d is too much for %d rows", a.depth, a.rows);
+    // As many tiles for all as for the busiest: then fewer blocks do.
+    const uint32_t tiles = ceil_div(p.tiles, blocks / p.splits);
+    p.ranges = ceil_div(p.tiles, tiles);
+    p.input_pitch = input_pitch(c, ceil_div(p.steps, p.splits));
+    call.shared = a.rows * p.input_pitch + c.sum_bytes;
+    call.counters = p.splits == 1 ? 0 : p.ranges;
+    call.workspace_bytes = p.splits == 1 ? 0
+                                         : static_cast<int64_t>(p.splits) * a.rows * p.tiles *
+                                               c.tile_rows * static_cast<int64_t>(sizeof(float));
     return 0;
 }
 
@@ -158,9 +166,10 @@ int allow_shared(const QuantChoice& c, const Device& device) {
     static std::atomic<uint64_t> told[kQuantKernels];
     const uint64_t bit = 1ull << device.index;
     if (told[c.index].load(std::memory_order_relaxed) & bit) return 0;
-    if (int status = cuda_status(
-            "quant_gemm",
-            cudaFuncSetAttribute(c.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, c.shared)))
+    if (int status =
+            cuda_status("quant_gemm",
+                        cudaFuncSetAttribute(c.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             (device.shared_per_block + 1024) / c.blocks - 1024)))
         return status;
     if (int status = cuda_status(
             "quant_gemm",
@@ -201,9 +210,9 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
         return refuse("quant_gemm: %lld counters are needed",
                       static_cast<long long>(call.counters));
     if (int status = allow_shared(call.choice, device)) return status;
-    return launch("quant_gemm", call.choice.kernel, dim3(call.plan.blocks),
+    return launch("quant_gemm", call.choice.kernel, dim3(call.plan.ranges * call.plan.splits),
                   dim3(static_cast<unsigned>(call.choice.threads)),
-                  static_cast<size_t>(call.choice.shared), stream, a.launch_early, a, call.plan);
+                  static_cast<size_t>(call.shared), stream, a.launch_early, a, call.plan);
 }
 
 OFFLOAD_API int64_t offload_quant_gemm_workspace(const OffloadQuantGemm* arguments) {
@@ -219,8 +228,7 @@ OFFLOAD_API int64_t offload_quant_gemm_counters(const OffloadQuantGemm* argument
 }
 
 OFFLOAD_API int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments) {
-    return static_cast<int32_t>(
-        offload::answer(arguments, [&](const offload::QuantCall&, const offload::Device& device) {
-            return static_cast<int64_t>(offload::variant_count(*arguments, device));
-        }));
+    return static_cast<int32_t>(offload::answer(
+        arguments,
+        [](const offload::QuantCall&, const offload::Device&) { return static_cast<int64_t>(1); }));
 }
