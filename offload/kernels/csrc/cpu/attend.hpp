@@ -9,7 +9,10 @@
 #pragma once
 #include <math.h>
 
-#include "products.hpp"
+#include "floats.hpp"
+#if defined(OFFLOAD_HOST_PAIRS)
+#include "pairs.hpp"
+#endif
 
 namespace {
 
@@ -28,9 +31,10 @@ void weigh(const Job& job, const Item& item, const Work& w) {
     for (int g = 0; g < w.group; g++) {
         float* const scores = w.scores + g * w.padded_columns;
         const float slope = c.slopes == nullptr ? 0 : c.slopes[item.head * w.group + g];
+        const float scale = c.scale * w.query_scales[g];
         V top = all(-INFINITY);
         for (int64_t t = 0; t < padded; t += kLanes) {
-            V score = Simd::load(scores + t) * c.scale;
+            V score = Simd::load(scores + t) * scale;
             const int some = t + kLanes <= columns ? kLanes : int(columns - t);
             if (item.key_scales != nullptr)
                 score *= some == kLanes ? Simd::load(item.key_scales + t)
@@ -92,48 +96,36 @@ void merge(const Job& job, const Item& item, const Work& w, const float* parts) 
     }
 }
 
-template <class Cache>
+template <class Kind>
 void attend(Job& job, int worker) {
-    typedef const typename Cache::T* Rows;
+    typedef const typename Kind::T* Rows;
     const OffloadHostAttention& c = job.call;
     Work w;
-    w.group = job.group;
-    w.dim = c.head_dim;
-    w.padded_dim = job.padded_dim;
-    w.padded_columns = (int64_t(job.chunk) + 15) / 16 * 16;
-    const int64_t matrix = int64_t(w.group) * w.padded_dim;
-    w.queries = job.scratch + worker * job.scratch_floats;
-    w.pairs = reinterpret_cast<uint16_t*>(w.queries + matrix);
-    w.sums = w.queries + 2 * matrix;
-    w.scores = w.sums + matrix + (2 * w.group + 15) / 16 * 16;
-    const int64_t row_bytes = int64_t(w.dim) * sizeof(typename Cache::T);
+    w.lay_out(job.group, c.head_dim, job.chunk, job.scratch + worker * job.scratch_floats);
+    const int64_t row_bytes = int64_t(w.dim) * sizeof(typename Kind::T);
 
     Ahead ahead(c);
     Item item, next;
     for (bool any = take(job, &item); any; item = next) {
         append(job, item);
         load_queries(job, item, w.queries);
-        if constexpr (Cache::pairs)
-            for (int g = 0; g < w.group; g++)
-                for (int d = 0; d < w.dim; d++) {
-                    uint32_t bits;
-                    __builtin_memcpy(&bits, w.queries + int64_t(g) * w.padded_dim + d, 4);
-                    w.pairs[int64_t(g) * w.dim + d] = uint16_t(bits >> 16);
-                }
+        Kind::prepare(w);
         const int columns = item.end - item.begin;
         const int64_t bytes = columns * row_bytes;
         ahead.enter(item.keys + bytes, item.values);
-        read_keys<Cache>(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
+        Kind::read_keys(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
         weigh(job, item, w);
-        __builtin_memset(w.sums, 0, size_t(matrix) * sizeof(float));
+        Kind::encode_weights(w, columns);
         // The next item is taken as late as the lines ahead allow, so that no thread sits on one.
         const int64_t tail = (ahead.distance() + row_bytes - 1) / row_bytes;
-        const int middle = tail < columns ? int(columns - tail) : 0;
+        const int middle =
+            tail < columns ? int(columns - tail) / Kind::together * Kind::together : 0;
         ahead.enter(item.values + bytes, nullptr);
-        read_values<Cache>(w, reinterpret_cast<Rows>(item.values), 0, middle, ahead);
+        Kind::read_values(w, reinterpret_cast<Rows>(item.values), 0, middle, ahead);
         any = take(job, &next);
         ahead.enter(item.values + bytes, any ? next.keys : nullptr);
-        read_values<Cache>(w, reinterpret_cast<Rows>(item.values), middle, columns, ahead);
+        Kind::read_values(w, reinterpret_cast<Rows>(item.values), middle, columns, ahead);
+        Kind::finish(w);
         if (item.parts == 1) {
             merge(job, item, w, w.sums);
             continue;
@@ -191,17 +183,17 @@ void run(Job& job, int worker) {
     if (job.call.read_only) return read_only(job, worker);
 #if defined(OFFLOAD_HOST_PAIRS)
     if (job.call.cache_dtype == OFFLOAD_HOST_BF16 && job.call.query_dtype == OFFLOAD_HOST_BF16)
-        return attend<BF16Pairs>(job, worker);
+        return attend<Pairs>(job, worker);
 #endif
     switch (job.call.cache_dtype) {
         case OFFLOAD_HOST_F32:
-            return attend<F32>(job, worker);
+            return attend<Floats<F32>>(job, worker);
         case OFFLOAD_HOST_F16:
-            return attend<F16>(job, worker);
+            return attend<Floats<F16>>(job, worker);
         case OFFLOAD_HOST_BF16:
-            return attend<BF16>(job, worker);
+            return attend<Floats<BF16>>(job, worker);
         default:
-            return attend<I8>(job, worker);
+            return attend<Floats<I8>>(job, worker);
     }
 }
 

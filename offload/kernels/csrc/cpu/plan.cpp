@@ -7,6 +7,7 @@
 
 #include "convert.hpp"
 #include "job.hpp"
+#include "work.hpp"
 
 namespace offload_host {
 namespace {
@@ -198,10 +199,8 @@ int plan(Job& job, int workers) {
     job.items = 0;
     for (int32_t b = 0; b < c.batch; b++)
         job.items += int64_t(c.kv_heads) * parts_of(job, visible(c, b));
-    // Of a thread: queries (also as pairs), sums with tops and totals, scores, and room to the
-    // next thread's.
-    job.scratch_floats = 3 * int64_t(job.group) * job.padded_dim + 2 * padded(job.group) +
-                         job.group * padded(job.chunk) + 64;
+    // A few lines apart, so that no thread fetches the next one's.
+    job.scratch_floats = Work{}.lay_out(job.group, c.head_dim, job.chunk, nullptr) + 64;
 
     Pieces sizes{nullptr};
     lay_out(job, workers, sizes);

@@ -20,6 +20,11 @@ struct Simd {
         const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
     }
+    static void load_two_bf16(const uint16_t* p, V& even, V& odd) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        even = (V)_mm256_slli_epi32(pairs, 16);
+        odd = (V)_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000)));
+    }
     static V load_i8(const int8_t* p) {
         const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
         return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
@@ -31,11 +36,18 @@ struct Simd {
         half = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
     }
-    static void store_sums(V a, V b, V c, V d, float* p) {
+    // p[i]: the sum of a[i], of sixteen.
+    static void store_sums(const V* a, float* p) {
+        for (int i = 0; i < 16; i += 4)
+            _mm_storeu_ps(p + i, four(a[i], a[i + 1], a[i + 2], a[i + 3]));
+    }
+
+  private:
+    static __m128 four(V a, V b, V c, V d) {
         const __m256 ab = _mm256_hadd_ps((__m256)a, (__m256)b);
         const __m256 cd = _mm256_hadd_ps((__m256)c, (__m256)d);
         const __m256 abcd = _mm256_hadd_ps(ab, cd);
-        _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+        return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
     }
 };
 

@@ -20,37 +20,58 @@ struct Simd {
         const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
     }
+    static void load_two_bf16(const uint16_t* p, V& even, V& odd) {
+        const __m512i pairs = _mm512_loadu_si512(p);
+        even = (V)_mm512_slli_epi32(pairs, 16);
+        odd = (V)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)));
+    }
     static V load_i8(const int8_t* p) {
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     }
 #if defined(OFFLOAD_HOST_PAIRS)
     typedef __m512i P;  // 32 bf16
-    static P load_pairs(const uint16_t* p, int count) {
-        return count == 32 ? _mm512_loadu_si512(p)
-                           : _mm512_maskz_loadu_epi16(uint32_t((uint64_t(1) << count) - 1), p);
+    static P load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
+    static P load_pairs(const uint16_t* p, int count) {  // zeros behind them
+        return _mm512_maskz_loadu_epi16(uint32_t((uint64_t(1) << count) - 1), p);
     }
     // sums[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
     static V add_pairs(V sums, P a, P b) {
         return (V)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
     }
 #endif
-    static __m256 halves(V v) {
-        return _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
-                             _mm512_extractf32x8_ps((__m512)v, 1));
-    }
     static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register
     static float sum(V v) {
-        const __m256 eight = halves(v);
+        const __m256 eight =
+            _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
     }
-    static void store_sums(V a, V b, V c, V d, float* p) {
-        const __m256 ab = _mm256_hadd_ps(halves(a), halves(b));
-        const __m256 cd = _mm256_hadd_ps(halves(c), halves(d));
-        const __m256 abcd = _mm256_hadd_ps(ab, cd);
-        _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+    // p[i]: the sum of a[i]. Each step adds halves and leaves half as many vectors.
+    static void store_sums(const V* a, float* p) {
+        V b[8], c[4];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++)
+            b[i] = low(a[2 * i], a[2 * i + 1]) + high(a[2 * i], a[2 * i + 1]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            c[i] = low_two(b[2 * i], b[2 * i + 1]) + high_two(b[2 * i], b[2 * i + 1]);
+        const V sums = quarters(quarters(c[0], c[1]), quarters(c[2], c[3]));
+        __builtin_memcpy(p, &sums, sizeof sums);
+    }
+
+    // Of each 128 bits: a0 b0 a1 b1; a2 b2 a3 b3; a0 a1 b0 b1; a2 a3 b2 b3.
+    static V low(V a, V b) { return (V)_mm512_unpacklo_ps((__m512)a, (__m512)b); }
+    static V high(V a, V b) { return (V)_mm512_unpackhi_ps((__m512)a, (__m512)b); }
+    static V low_two(V a, V b) { return (V)_mm512_unpacklo_pd((__m512d)a, (__m512d)b); }
+    static V high_two(V a, V b) { return (V)_mm512_unpackhi_pd((__m512d)a, (__m512d)b); }
+
+  private:
+    // Quarters a0 + a1, a2 + a3, b0 + b1, b2 + b3.
+    static V quarters(V a, V b) {
+        return (V)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) +
+               (V)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
     }
 };
 

@@ -30,17 +30,27 @@ struct Simd {
         const I half = {p[0], p[1], p[2], p[3]};
         return (V)(half << 16);
     }
+    // Twice as many, the even ones and the odd ones: what takes least where a pair is a word.
+    static void load_two_bf16(const uint16_t* p, V& even, V& odd) {
+        I pairs;
+        memcpy(&pairs, p, sizeof pairs);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        even = (V)(pairs << 16);
+        odd = (V)(pairs & int32_t(0xffff0000));
+#else
+        odd = (V)(pairs << 16);
+        even = (V)(pairs & int32_t(0xffff0000));
+#endif
+    }
     static V load_i8(const int8_t* p) {
         const V v = {float(p[0]), float(p[1]), float(p[2]), float(p[3])};
         return v;
     }
     static void hold(V&) {}  // in a register, where the compiler would not
     static float sum(V v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-    static void store_sums(V a, V b, V c, V d, float* p) {
-        p[0] = sum(a);
-        p[1] = sum(b);
-        p[2] = sum(c);
-        p[3] = sum(d);
+    // p[i]: the sum of a[i], of sixteen.
+    static void store_sums(const V* a, float* p) {
+        for (int i = 0; i < 16; i++) p[i] = sum(a[i]);
     }
 };
 

@@ -1,0 +1,58 @@
+// A thread's scratch memory, and the sizes of the call.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace offload_host {
+
+// Numbers with more digits than their kind holds are kept as two pieces, a high and a low one.
+// Tiles take eight queries with both their pieces at once: sixteen rows.
+constexpr int kBlock = 8;
+constexpr int kBlockRows = 2 * kBlock;
+constexpr int64_t kTileBytes = 1024;
+
+struct Work {
+    int group, dim, padded_dim;
+    int64_t padded_columns;
+
+    float* queries;       // [group, padded_dim]
+    float* query_scales;  // [group]: a score is this times what the products give
+    uint16_t* codes;      // the queries as the products want them: [blocks, kBlockRows, padded_dim]
+    float* sums;          // [group, padded_dim], tops [group], totals [group]: a part
+    float* scores;        // [group, padded_columns], then the weights of the values
+    uint16_t* weights;    // these as the products want them: [blocks, kBlockRows, padded_columns]
+    float* raw;           // sums as the products leave them: [blocks, kBlockRows, padded_dim]
+    char* tiles;          // [16, kTileBytes]
+
+    float* tops() const { return sums + int64_t(group) * padded_dim; }
+    float* totals() const { return tops() + group; }
+
+    // Places its arrays in `memory`; returns how many floats they take, a multiple of a cache
+    // line's. With null it only counts.
+    int64_t lay_out(int group_, int dim_, int chunk, float* memory) {
+        group = group_;
+        dim = dim_;
+        padded_dim = int(padded(dim, 16));
+        padded_columns = padded(chunk, 64);
+        const int64_t rows = padded(group, kBlock), matrix = int64_t(group) * padded_dim;
+        int64_t floats = 0;
+        const auto take = [&](int64_t count) {
+            float* const at = memory == nullptr ? nullptr : memory + floats;
+            floats += padded(count, 16);
+            return at;
+        };
+        queries = take(matrix);
+        query_scales = take(group);
+        codes = reinterpret_cast<uint16_t*>(take(rows * padded_dim));
+        sums = take(matrix + 2 * group);
+        scores = take(group * padded_columns);
+        weights = reinterpret_cast<uint16_t*>(take(rows * padded_columns));
+        raw = take(2 * rows * padded_dim);
+        tiles = reinterpret_cast<char*>(take(16 * kTileBytes / 4));
+        return floats;
+    }
+
+    static int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+};
+
+}  // namespace offload_host
