@@ -148,8 +148,8 @@ class Offload(NotCopied):
         if quantised:
             notes.append(f"{quantised} weights are quantised, and dequantised where they are used")
         engine = self._engine
-        if engine is not None and engine.graph_problem is not None:
-            notes.append(engine.graph_problem)
+        if engine is not None:
+            notes += engine.notes()
         return Report(
             model=self._name,
             engine="transformers" if engine is None else "fused",

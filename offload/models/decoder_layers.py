@@ -35,7 +35,7 @@ class StreamedLayer:
             LayerWeights.of(spec, dict(zip(names, parameters, strict=True)), self.quantised)
             for parameters in forward.in_slot
         ]
-        self.dtype = self._in_slot[0].qkv.weight.dtype
+        self.like = self._in_slot[0]
 
     @contextmanager
     def in_place(self, stream: Stream | None) -> Iterator[tuple[int | None, LayerWeights]]:
@@ -68,7 +68,7 @@ class ResidentLayer:
         for group in adjacent_of(spec, self.quantised):
             _lay_together(module, group)
         self._weights = LayerWeights.of(spec, dict(module.named_parameters()), self.quantised)
-        self.dtype = self._weights.qkv.weight.dtype
+        self.like = self._weights
 
     @contextmanager
     def in_place(self, stream: Stream | None) -> Iterator[tuple[int | None, LayerWeights]]:
@@ -94,7 +94,7 @@ class DecoderLayers:
             else ResidentLayer(layer, part)
             for layer, part in zip(spec.layers, own, strict=True)
         ]
-        self.dtype = self.layers[0].dtype
+        self.dtype = self.layers[0].like.qkv.weight.dtype
         self.stretches = _stretches(self.layers)
         quantised = next((x.quantised for x in self.layers if x.quantised is not None), None)
         # Where quantised weights of layers stand whole, one layer's after another's.
@@ -113,6 +113,15 @@ class DecoderLayers:
             for layer in self.layers
             if layer.quantised is not None
             for place in layer.quantised.placeholders()
+        )
+
+    @property
+    def multiplied_as_stored(self) -> int:
+        """How many products take quantised weights as they are, where rows are few."""
+        return sum(
+            getattr(layer.like, name).as_stored(1) is not None
+            for layer in self.layers
+            for name in layer.spec.linears()
         )
 
     def why_not(self) -> str | None:

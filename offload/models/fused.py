@@ -14,6 +14,7 @@ from transformers import DynamicCache, modeling_outputs
 
 from offload.kernels.call import current_stream
 from offload.kernels.gemm import MOST_ROWS
+from offload.kernels.quant_gemm import MOST_ROWS as STORED_ROWS
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.workspace import Workspace
 from offload.models.around import Ahead, LastNorm
@@ -135,6 +136,19 @@ class FusedEngine(NotCopied):
             hidden = project_out(hidden)
         output = self._output(last_hidden_state=hidden, **{self._cache_name: request.cache})
         return output.to_tuple() if request.as_tuple else output
+
+    def notes(self) -> list[str]:
+        """What a report should say of it."""
+        found = []
+        count = self._layers.multiplied_as_stored
+        if count:
+            found.append(
+                f"{count} products of up to {STORED_ROWS} rows take quantised weights as they are "
+                "stored"
+            )
+        if self.graph_problem is not None:
+            found.append(self.graph_problem)
+        return found
 
     def close(self) -> None:
         """Let go of the weights."""

@@ -2,11 +2,15 @@
 torch and transformers is needed.
 
     python tests/gpu/check_fused.py [--tiers resident,cpu,nvme] [--dtypes float32,bfloat16]
-                                    [--device cuda] [NAME ...]
+                                    [--quantised] [--device cuda] [NAME ...]
 
 One line a variant, tier and dtype: the largest error against float64 of the fused engine and of
 the plain model, the number of graphs that were replayed, and "ok" or FAILED with what is wrong.
 Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 if there was one.
+
+--quantised: variants are quantised ones instead, named llama/int4 and so on, and compared with the
+plain model whose weights are what the stored ones stand for; what other programs store is so in
+bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OFFLOAD_POISON", "1")
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "behaviour")]
+sys.path[:0] = [str(TESTS.parent), *(str(TESTS / x) for x in ("", "behaviour", "quantized"))]
 
 import comparison  # noqa: E402
 import exactness  # noqa: E402
+import folders  # noqa: E402
+import published  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import variants  # noqa: E402
@@ -37,6 +43,12 @@ from offload import kernels  # noqa: E402
 
 # Half of the layers stream beside resident ones, which are graphs of one layer each.
 TIERS: dict[str, Any] = {"resident": {"": 0}, "cpu": "cpu", "nvme": "nvme", "mixed": None}
+QUANTISED = (
+    *("llama/int4", "llama/int4-g32-zp", "llama/int8-channel", "llama/int8-zp", "llama/fp8"),
+    *("llama/fp8-block", "llama/mxfp4", "llama-tied/int4-g32", "qwen2/int4-zp", "phi3/int4"),
+    *("opt/int4", "opt/int8-channel-zp", "opt/gptq", "llama/gptq-order", "llama/awq"),
+    *("qwen2/int8-zeros",),
+)
 
 
 def graphs_of(model: Any, name: str) -> int:
@@ -54,8 +66,10 @@ def check(
     plain, said = asked
     place = TIERS[tier]
     if place is None:
-        names = comparison.layer_names(variants.build(name))
+        known = folders.VARIANTS if "/" in name else variants.VARIANTS
+        names = comparison.layer_names(known[name.partition("/")[0]].model())
         place = {"": "cpu", **dict.fromkeys(names[::2], 0)}
+    name = name.partition("/")[0]
     arguments = {"device_map": place, "device": device, "dtype": dtype, "max_length": 64}
     with offload.run(folder, engine="fused", **arguments) as model:
         got = exactness.logits(model, name)
@@ -78,6 +92,7 @@ def prepare(folder: Path, name: str, dtype: torch.dtype, device: str) -> tuple[A
     """The plain model's logits and (in float32) tokens, and the exact logits of the same weights,
     which bfloat16 rounds.
     """
+    name = name.partition("/")[0]
     rounded = comparison.plain_model(folder, dtype=dtype).double()
     exact = exactness.logits(rounded, name, alone=name in exactness.NAN_IN_PADDING)
     plain = comparison.plain_model(folder, device, dtype=dtype)
@@ -85,9 +100,23 @@ def prepare(folder: Path, name: str, dtype: torch.dtype, device: str) -> tuple[A
     return (exactness.logits(plain, name), tokens), exact
 
 
+def quantised(name: str, dtype: torch.dtype, parent: Path) -> tuple[Path, Path]:
+    """A quantised variant's folder, and that of the plain model of the same weights in `dtype`."""
+    family, _, form = name.partition("/")
+    source = folders.save(family, parent / "source")
+    if form in published.METHODS:
+        out, state = published.save(form, source, parent / "stored")
+    else:
+        out = folders.pack(source, parent / "stored", form)
+        state = folders.whole(out, form, dtype)
+    folders.plain_model(source, state, parent / "plain", dtype)
+    return out, parent / "plain"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=exactness.FUSED, metavar="NAME")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--quantised", action="store_true")
     parser.add_argument("--tiers", default="resident,cpu,nvme,mixed")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--device", default="cuda")
@@ -96,12 +125,20 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     if options.device != "cpu":
         print(f"kernels: {kernels.why_not() or 'in use'}", flush=True)
+    names = options.names or (QUANTISED if options.quantised else exactness.FUSED)
     begin, failed, done = time.perf_counter(), [], 0
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
-        for name, kind in itertools.product(options.names, options.dtypes.split(",")):
+        for name, kind in itertools.product(names, options.dtypes.split(",")):
+            if kind != "bfloat16" and name.partition("/")[2] in published.METHODS:
+                continue
             try:
-                folder, dtype = variants.save(name, temporary), getattr(torch, kind)
-                asked, exact = prepare(folder, name, dtype, options.device)
+                dtype = getattr(torch, kind)
+                if options.quantised:
+                    parent = Path(temporary) / f"{name.replace('/', '-')}-{kind}"
+                    folder, plain = quantised(name, dtype, parent)
+                else:
+                    folder = plain = variants.save(name, temporary)
+                asked, exact = prepare(plain, name, dtype, options.device)
             except Exception as error:
                 traceback.print_exc(limit=-4)
                 print(f"{name} {kind}: FAILED before it began: {error}", flush=True)

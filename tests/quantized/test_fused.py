@@ -108,6 +108,7 @@ def test_few_rows_are_multiplied_with_what_is_stored(
         ids = torch.full((64, 2), 7)
         name_of_cache = exactness.name_of_cache(model)
         cache = model(input_ids=ids)[name_of_cache]
+        assert f"{4 * layers} products of up to 64 rows take" in str(model.offload.report())
         # Query, key and value are one product, gate and up as well; the MLP is of two.
         assert launched == [Filling] * 4 * layers
         launched.clear()
