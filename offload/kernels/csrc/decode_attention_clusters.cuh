@@ -9,7 +9,8 @@
 // CTAs of one slice through the workspace, by the last of them (by a counter). For sm_90 and later.
 //
 // Clusters of one CTA are launched without clusters, where the instructions of clusters are illegal
-// ones; their CTA stores what others send.
+// ones; their CTA has nothing to send. All of it in fours of results a thread, so that a CTA's are
+// read in one go: each of these steps costs a latency.
 #pragma once
 #include "decode_attention_strips.cuh"
 
@@ -17,6 +18,13 @@ namespace offload {
 namespace decode {
 
 constexpr int kMostStripWarps = 8;  // of a CTA
+
+__device__ __forceinline__ void add_scaled(float4& x, const float4& y, float weight) {
+    x.x += y.x * weight;
+    x.y += y.y * weight;
+    x.z += y.z * weight;
+    x.w += y.w * weight;
+}
 
 // Adds `count` parts of some results: of part i, at(i) is the maximum and the sum of weights,
 // load(j, i) fetches the results and add(j, weight) adds them, j being i % kTogether. Returns the
@@ -66,8 +74,8 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
                                       static_cast<uint32_t>(__cvta_generic_to_shared(ring)));
     float2* const stats = reinterpret_cast<float2*>(shared + warps * ring_bytes);
     float2* const sent_stats = stats + warps * Shape::kHeads;  // [cluster, kHeads]
-    float* const sent = reinterpret_cast<float*>(sent_stats + cluster * Shape::kHeads);
-    uint64_t* const inbox = reinterpret_cast<uint64_t*>(sent + cluster * Shape::slice(cluster) * 4);
+    float4* const sent = reinterpret_cast<float4*>(sent_stats + cluster * Shape::kHeads);
+    uint64_t* const inbox = reinterpret_cast<uint64_t*>(sent + cluster * Shape::slice(cluster));
     // Fours of the item's results, of a CTA's slice of them, and of this one's.
     const int heads = piece.heads(p), all = heads * Shape::kQuads;
     const int slice = (all - 1) / cluster + 1, own = max(min(slice, all - rank * slice), 0);
@@ -110,6 +118,37 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
         stage = stage + 1 == p.stages ? 0 : stage + 1;
     }
 
+    // Fours from `begin` on are this CTA's, as the first of `own`.
+    const int begin = rank * slice;
+    const int first_head = piece.head(p), end = piece.see.first + piece.see.columns;
+    T* const output = static_cast<T*>(p.output) +
+                      (static_cast<int64_t>(piece.b) * p.heads + first_head) * p.head_dim;
+    const auto store = [&](int i, float2 merged, float4 x) {
+        const int head = (begin + i) / Shape::kQuads, element = (begin + i) % Shape::kQuads * 4;
+        if (element >= p.head_dim) return;  // which is a multiple of 8
+        const float by = normaliser(p, first_head + head, end, merged.x, merged.y);
+        T* const to = output + head * p.head_dim + element;
+        to[0] = from_float<T>(x.x * by);
+        to[1] = from_float<T>(x.y * by);
+        to[2] = from_float<T>(x.z * by);
+        to[3] = from_float<T>(x.w * by);
+    };
+    const int slot_floats = Shape::slot(cluster), slot_stats = Shape::slice(cluster) * 4;
+    const auto slot_of_part = [&](int part) {
+        return p.sums + (static_cast<int64_t>(piece.first + part) * cluster + rank) * slot_floats;
+    };
+    float* const slot = p.sums + static_cast<int64_t>(cta) * slot_floats;
+    const auto finish = [&](int i, float2 merged, float4 x) {
+        if (piece.parts == 1) {
+            store(i, merged, x);
+            return;
+        }
+        __stcg(reinterpret_cast<float4*>(slot) + i, x);
+        if (i == 0 || (begin + i) % Shape::kQuads == 0)
+            __stcg(reinterpret_cast<float2*>(slot + slot_stats) + (begin + i) / Shape::kQuads,
+                   merged);
+    };
+
     // The CTA's warps, each thread some fours of the item's results; these go to the CTA whose
     // slice they are in, and the statistics to all.
     math.write(reinterpret_cast<float*>(ring), stats + warp * Shape::kHeads);
@@ -125,61 +164,31 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
                 y[j] = *reinterpret_cast<const float4*>(shared + w * ring_bytes +
                                                         (head * Shape::kSums + quad * 4) * 4);
             },
-            [&](int j, float weight) {
-                x.x += y[j].x * weight;
-                x.y += y[j].y * weight;
-                x.z += y[j].z * weight;
-                x.w += y[j].w * weight;
-            });
-        const int to = i / slice;
-        float4* const there = reinterpret_cast<float4*>(sent) + (rank * slice + i - to * slice);
-        float2* const stats_there = sent_stats + rank * Shape::kHeads + head;
+            [&](int j, float weight) { add_scaled(x, y[j], weight); });
         if (alone) {
-            *there = x;
-            if (quad == 0) *stats_there = merged;
-        } else {
-            send(there, inbox, to, x);
-            if (quad < cluster) send(stats_there, inbox, quad, merged);
-        }
-    }
-    if (alone)
-        __syncthreads();
-    else
-        wait_for_inbox(inbox);
-
-    // The cluster's CTAs, each thread some of this CTA's slice.
-    const int begin = rank * slice * 4, count = own * 4;
-    const int first_head = piece.head(p), end = piece.see.first + piece.see.columns;
-    T* const output = static_cast<T*>(p.output) +
-                      (static_cast<int64_t>(piece.b) * p.heads + first_head) * p.head_dim;
-    const auto store = [&](int head, int element, float2 merged, float x) {
-        if (element < p.head_dim)
-            output[head * p.head_dim + element] =
-                from_float<T>(x * normaliser(p, first_head + head, end, merged.x, merged.y));
-    };
-    const int slot_floats = Shape::slot(cluster);
-    const auto slot_of_part = [&](int part) {
-        return p.sums + (static_cast<int64_t>(piece.first + part) * cluster + rank) * slot_floats;
-    };
-    float* const slot = p.sums + static_cast<int64_t>(cta) * slot_floats;
-    const int slot_stats = Shape::slice(cluster) * 4;
-#pragma unroll 1
-    for (int e = threadIdx.x; e < count; e += threads) {
-        const int head = (begin + e) / kDim, element = (begin + e) % kDim;
-        float x = 0.f, y[kTogether];
-        const float2 merged = merge<kTogether>(
-            cluster, [&](int c) { return sent_stats[c * Shape::kHeads + head]; },
-            [&](int j, int c) { y[j] = sent[c * slice * 4 + e]; },
-            [&](int j, float weight) { x += y[j] * weight; });
-        if (piece.parts == 1) {
-            store(head, element, merged, x);
+            finish(i, merged, x);
             continue;
         }
-        __stcg(slot + e, x);
-        if (e == 0 || element == 0)
-            __stcg(reinterpret_cast<float2*>(slot + slot_stats) + head, merged);
+        const int to = i / slice;
+        send(sent + (rank * slice + i - to * slice), inbox, to, x);
+        if (quad < cluster) send(sent_stats + rank * Shape::kHeads + head, inbox, quad, merged);
     }
-    if (piece.parts == 1 || count == 0) return;
+
+    // The cluster's CTAs.
+    if (!alone) {
+        wait_for_inbox(inbox);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < own; i += threads) {
+            const int head = (begin + i) / Shape::kQuads;
+            float4 x = {0.f, 0.f, 0.f, 0.f}, y[kTogether];
+            const float2 merged = merge<kTogether>(
+                cluster, [&](int c) { return sent_stats[c * Shape::kHeads + head]; },
+                [&](int j, int c) { y[j] = sent[c * slice + i]; },
+                [&](int j, float weight) { add_scaled(x, y[j], weight); });
+            finish(i, merged, x);
+        }
+    }
+    if (piece.parts == 1 || own == 0) return;
 
     // The item's clusters.
     bool* const is_last = reinterpret_cast<bool*>(stats);
@@ -194,27 +203,29 @@ __global__ void __launch_bounds__(32 * kMostStripWarps, kQueries == 1 && kDim <=
     float2* const parts_stats = reinterpret_cast<float2*>(shared);  // [parts, heads]
     for (int i = threadIdx.x; i < piece.parts * heads; i += threads) {
         const int part = i / heads, head = i % heads;
-        if (head < begin / kDim || head > (begin + count - 1) / kDim) continue;
+        if (head < begin / Shape::kQuads || head > (begin + own - 1) / Shape::kQuads) continue;
         parts_stats[i] = __ldcg(reinterpret_cast<float2*>(slot_of_part(part) + slot_stats) + head);
     }
     constexpr int kLoads = 8;
-    const int rounds = (count - 1) / threads + 1;
+    const int rounds = (own - 1) / threads + 1;
 #pragma unroll 1
-    for (int i = 0; i < rounds; ++i) {
-        const int e = min(i * threads + static_cast<int>(threadIdx.x), count - 1);
-        const int head = (begin + e) / kDim, element = (begin + e) % kDim;
-        float x = 0.f, y[kLoads];
-        const auto load = [&](int j, int part) { y[j] = __ldcg(slot_of_part(part) + e); };
+    for (int round = 0; round < rounds; ++round) {
+        const int i = min(round * threads + static_cast<int>(threadIdx.x), own - 1);
+        const int head = (begin + i) / Shape::kQuads;
+        float4 x = {0.f, 0.f, 0.f, 0.f}, y[kLoads];
+        const auto load = [&](int j, int part) {
+            y[j] = __ldcg(reinterpret_cast<const float4*>(slot_of_part(part)) + i);
+        };
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) load(j, min(j, piece.parts - 1));
-        if (i == 0) __syncthreads();  // the statistics are there
+        if (round == 0) __syncthreads();  // the statistics are there
         const float2 merged = merge<kLoads>(
             piece.parts, [&](int part) { return parts_stats[part * heads + head]; },
             [&](int j, int part) {
                 if (part >= kLoads) load(j, part);
             },
-            [&](int j, float weight) { x += y[j] * weight; });
-        if (i * threads + static_cast<int>(threadIdx.x) < count) store(head, element, merged, x);
+            [&](int j, float weight) { add_scaled(x, y[j], weight); });
+        if (round * threads + static_cast<int>(threadIdx.x) < own) store(i, merged, x);
     }
 #endif
 }
