@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -18,11 +18,14 @@ from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
 from offload.device import compute_device
 from offload.errors import BudgetError, UnsupportedError
+from offload.kernels.host_library import why_not_host
 from offload.memory_limits import host_memory_available
 from offload.models.build import build_model
 from offload.models.describe import describe
 from offload.models.fused import FusedEngine
 from offload.models.hooked import PassOwner
+from offload.models.host_kv import HostKv
+from offload.models.host_rows import why_not_on_cpu
 from offload.models.install import install
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
@@ -34,6 +37,7 @@ from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
 from offload.packed import quantised_checkpoint
+from offload.row_copies import row_copies
 from offload.scheduler.plan import (
     Budget,
     LayerSize,
@@ -54,6 +58,8 @@ DEFAULT_PREFETCH = {"cuda": 2, "cpu": 1}
 # Disk requests where the drive was not tuned (`offload bench nvme --tune`): bytes, and in flight.
 CHUNK_BYTES = 8 << 20
 CHUNKS = {"cuda": 16, "cpu": 8}
+# Tokens of prompts that stand at once in a layer, where all are too many.
+PREFILL_ROWS = (8192, 4096, 2048, 1024)
 HOST_SHARE = 0.9  # of the free CPU memory, where the user names no limit
 DEVICE_SHARE = 0.95  # of the free GPU memory, likewise: the allocator needs air
 
@@ -71,6 +77,7 @@ def run(
     prefetch: int | None = None,
     batch_size: int = 1,
     max_length: int | None = None,
+    kv_on_cpu: int = 0,
     model_class: type | str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -112,6 +119,10 @@ def run(
             lowers n (the report says so).
         batch_size, max_length: what "auto" keeps memory free for on a GPU: KV cache and
             activations of that many sequences of that many tokens.
+        kv_on_cpu: of batch_size sequences, so many keep keys and values in CPU memory, and CPU
+            cores attend to them while weights are streamed: more sequences a pass over the weights.
+            A batch's first batch_size - kv_on_cpu ones keep theirs on the compute device. Takes the
+            fused engine (UnsupportedError where that is not to be had).
         model_class: a class (or Auto class, or its name) other than the one config.json names.
         revision, trust_remote_code, attn_implementation: as in from_pretrained.
 
@@ -131,6 +142,7 @@ def run(
         prefetch=prefetch,
         batch_size=batch_size,
         max_length=max_length,
+        kv_on_cpu=kv_on_cpu,
     )
     wishes = None if quantization is None else Wishes.of(quantization)
     # Tensors made in inference mode would be of no use outside of it.
@@ -200,7 +212,8 @@ def offload_built(
     spec, engine_reason = _choose_engine(network, config)
     parts = take_apart(network, own_tier, adjacent(network, spec) if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
-    plan = _plan(parts, config, _reserve(network, config, fused=spec is not None), io)
+    kv_cpu_bytes = _kv_cpu_bytes(network, spec, config, engine_reason)
+    plan, prefill_rows = _planned(network, parts, spec, kv_cpu_bytes, config, io)
     layers, pack = _pack(parts, plan, checkpoint, config)
     store = WeightStore(layers, plan, device, io)
     try:
@@ -210,7 +223,8 @@ def offload_built(
         network.eval()
         engine = None
         if spec is not None:
-            engine = FusedEngine(spec, parts, owner, config.compute)
+            host_kv = _host_kv(spec, kv_cpu_bytes, config)
+            engine = FusedEngine(spec, parts, owner, config.compute, host_kv, prefill_rows)
         Offload(parts, plan, store, owner, device, pack, engine, engine_reason)
     except BaseException:
         store.close()
@@ -274,14 +288,51 @@ def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> li
     ]
 
 
+def _planned(
+    network: PreTrainedModel,
+    parts: ModelParts,
+    spec: ModelSpec | None,
+    kv_cpu_bytes: int,
+    config: OffloadConfig,
+    io: Mapping[str, Any],
+) -> tuple[Plan, int | None]:
+    """The plan, and how many tokens of prompts stand at once in a layer (None: all): fewer only
+    where the loads ahead that were asked for do not fit otherwise. Raises BudgetError.
+    """
+    few = spec is not None and config.compute.type != "cpu"  # whose memory is one of weights
+    best: tuple[Plan, int | None] | None = None
+    problem: BudgetError | None = None
+    for rows in (*(() if config.kv_on_cpu else (None,)), *(PREFILL_ROWS if few else ())) or (None,):
+        reserve = _reserve(network, config, spec is not None, rows)
+        try:
+            plan = _plan(parts, config, reserve, kv_cpu_bytes, io)
+        except BudgetError as error:
+            problem = error
+            continue
+        if best is None or plan.depth > best[0].depth:
+            best = plan, rows
+        if not plan.notes:
+            break
+    if best is None:
+        assert problem is not None
+        raise problem
+    return best
+
+
 def _plan(
-    parts: ModelParts, config: OffloadConfig, reserve_bytes: int, io: Mapping[str, Any]
+    parts: ModelParts,
+    config: OffloadConfig,
+    reserve_bytes: int,
+    kv_cpu_bytes: int,
+    io: Mapping[str, Any],
 ) -> Plan:
     sizes = [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers]
     kind = config.compute.type
     work = Workload(
         outside_bytes=parts.outside_bytes,
         reserve_bytes=reserve_bytes,
+        # Where the CPU computes, the budget is one of weights.
+        kv_cpu_bytes=0 if kind == "cpu" else kv_cpu_bytes,
         depth=config.prefetch or DEFAULT_PREFETCH[kind],
         max_chunk_bytes=io.get("block_size", CHUNK_BYTES),
         max_chunks=io.get("queue_depth", CHUNKS[kind]),
@@ -313,13 +364,51 @@ def _tier_of(layer: str, tiers: Mapping[str, Tier]) -> Tier:
     return tiers[max(found, key=len)]
 
 
-def _reserve(network: PreTrainedModel, config: OffloadConfig, fused: bool) -> int:
+def _reserve(
+    network: PreTrainedModel, config: OffloadConfig, fused: bool, prefill_rows: int | None
+) -> int:
     scratch = scratch_bytes(network)  # a quantised weight stands whole while it is multiplied with
     if config.compute.type == "cpu":
         return scratch  # there the budget is one of weights
-    shape = ModelShape.of(network.config)
-    length = config.max_length or min(shape.max_length, DEFAULT_LENGTH)
-    return scratch + shape.reserve_bytes(config.batch_size, length, network.dtype.itemsize, fused)
+    shape, itemsize = ModelShape.of(network.config), network.dtype.itemsize
+    return scratch + shape.reserve_bytes(
+        config.batch_size, _length(network, config), itemsize, fused, config.kv_on_cpu, prefill_rows
+    )
+
+
+def _length(network: PreTrainedModel, config: OffloadConfig) -> int:
+    """Tokens of a sequence that memory is kept for."""
+    return config.max_length or min(ModelShape.of(network.config).max_length, DEFAULT_LENGTH)
+
+
+def _kv_cpu_bytes(
+    network: PreTrainedModel, spec: ModelSpec | None, config: OffloadConfig, engine_reason: str
+) -> int:
+    """CPU memory for keys and values; raises UnsupportedError where none can be used."""
+    if not config.kv_on_cpu:
+        return 0
+    if spec is None:
+        raise UnsupportedError(
+            f"kv_on_cpu={config.kv_on_cpu} takes the fused engine, and this model runs on "
+            f"{engine_reason}"
+        )
+    problem = why_not_on_cpu(spec, network.dtype)
+    if problem is None and config.compute.type != "cpu":
+        problem = why_not_host()
+    if problem is not None:
+        raise UnsupportedError(f"kv_on_cpu={config.kv_on_cpu}: {problem}")
+    columns = config.kv_on_cpu * _length(network, config) * network.dtype.itemsize
+    return columns * sum(2 * layer.layout.kv_heads * layer.layout.head_dim for layer in spec.layers)
+
+
+def _host_kv(spec: ModelSpec, kv_cpu_bytes: int, config: OffloadConfig) -> HostKv | None:
+    if not config.kv_on_cpu:
+        return None
+    # One size for all layers, so that any layer's next cache finds a block.
+    widths = [layer.layout.kv_heads * layer.layout.head_dim for layer in spec.layers]
+    block = kv_cpu_bytes * max(widths) // sum(widths)
+    lock: Literal["auto", False] = "auto" if config.compute.type == "cuda" else False
+    return HostKv(config.gpu_sequences, block, row_copies(config.compute), lock)
 
 
 def _budget(config: OffloadConfig) -> Budget:

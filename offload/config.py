@@ -33,6 +33,7 @@ class OffloadConfig:
     prefetch: int | None = None
     batch_size: int = 1
     max_length: int | None = None
+    kv_on_cpu: int = 0
     tiers: Mapping[str, Tier] = field(init=False)  # by module name; "" is every layer
     memory: Mapping[int | str, int] = field(init=False)  # max_memory in bytes
     compute: torch.device = field(init=False)
@@ -50,6 +51,18 @@ class OffloadConfig:
         _check_int("batch_size", self.batch_size, 1, 1 << 20)
         if self.max_length is not None:
             _check_int("max_length", self.max_length, 1, 1 << 30)
+        _check_int("kv_on_cpu", self.kv_on_cpu, 0, 1 << 20)
+        if self.kv_on_cpu > self.batch_size:
+            raise ValueError(
+                f"kv_on_cpu={self.kv_on_cpu} of batch_size={self.batch_size} sequences: name the "
+                "batch_size that you run, and of its sequences those that keep keys and values in "
+                "CPU memory"
+            )
+
+    @property
+    def gpu_sequences(self) -> int:
+        """Of `batch_size`, those that keep keys and values on the compute device."""
+        return self.batch_size - self.kv_on_cpu
 
     @property
     def asked_to_offload(self) -> bool:

@@ -1,4 +1,4 @@
-"""Page-locking for CUDA: the runtime that torch has loaded already, called through ctypes."""
+"""Page-locking for CUDA, and copies of rows: the runtime that torch has loaded, through ctypes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 _PORTABLE = 1  # pinned for every context, whichever device copies from it
+_DEFAULT_KIND = 4  # of a copy: the addresses tell where it goes
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 class Cudart:
-    """The few calls of libcudart that pinning needs."""
+    """The few calls of libcudart that pinned memory needs."""
 
     def __init__(self, path: str) -> None:
         lib = ctypes.CDLL(path)
@@ -26,6 +27,11 @@ class Cudart:
         lib.cudaGetLastError.restype = ctypes.c_int
         lib.cudaSetDevice.argtypes = [ctypes.c_int]
         lib.cudaSetDevice.restype = ctypes.c_int
+        lib.cudaMemcpy2DAsync.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t),
+            *(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
+        ]
+        lib.cudaMemcpy2DAsync.restype = ctypes.c_int
         self._lib = lib
         self.path = path
 
@@ -43,6 +49,23 @@ class Cudart:
         self.unregister(address)
         text = self._lib.cudaGetErrorString(code).decode()
         return f"cudaHostRegister of {nbytes} bytes: {text}"
+
+    def copy_rows(
+        self,
+        target: tuple[int, int],
+        source: tuple[int, int],
+        nbytes: int,
+        rows: int,
+        stream: int,
+    ) -> None:
+        """Issue a copy of `rows` rows of `nbytes` on `stream`, between any memory that CUDA knows;
+        target and source: address, and bytes from a row to the next one. Raises OSError.
+        """
+        code = self._lib.cudaMemcpy2DAsync(*target, *source, nbytes, rows, _DEFAULT_KIND, stream)
+        if code:
+            self._lib.cudaGetLastError()  # or torch would report this error at its next call
+            text = self._lib.cudaGetErrorString(code).decode()
+            raise OSError(f"cudaMemcpy2DAsync of {rows} rows of {nbytes} bytes: {text}")
 
     def unregister(self, address: int) -> bool:
         """Undo `register`; False where CUDA refuses (while a graph is captured) and the range is

@@ -19,6 +19,7 @@ from offload.kernels.step_inputs import StepInputs
 from offload.kernels.workspace import Workspace
 from offload.models.decode_graph import LaunchGraph
 from offload.models.entry import Entry
+from offload.models.host_rows import CpuWork, Exchange, HostCall, HostRows
 from offload.models.kv_cache import KvLayer
 from offload.models.layer_weights import LayerWeights, Product
 from offload.models.padding import Padding, PaddingCheck
@@ -26,7 +27,7 @@ from offload.models.quantized.layer import Filling
 from offload.models.spec import LayerSpec, ModelSpec
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
-Launched = Call | Filling
+Launched = Call | Filling | Exchange | HostCall
 _KEYS, _VALUES = attrgetter("key_buffer"), attrgetter("value_buffer")
 
 
@@ -44,7 +45,9 @@ class DecodeSession:
         padded: bool,
         stream: int,
         workspace: Workspace,
+        work: CpuWork | None = None,
     ) -> None:
+        """`work`: where to count what CPU cores do, for rows whose keys and values are there."""
         self._made_for = (padded, stream)
         # Of stretches of layers, by the first, and whether the entry is in it.
         self.graphs: dict[tuple[int, bool], LaunchGraph] = {}
@@ -54,7 +57,7 @@ class DecodeSession:
         self._keys = [buffers_of(layer)[0] for layer in layers]
         self._values = [buffers_of(layer)[1] for layer in layers]
         first = self._keys[0]
-        self.batch, self.device, self._dtype = first.shape[0], first.device, first.dtype
+        self.batch, self.device, self._dtype = layers[0].batch_size, first.device, first.dtype
         self.capacity = min(keys.shape[2] for keys in self._keys)
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -65,12 +68,21 @@ class DecodeSession:
         with torch.inference_mode(False):
             self.entry = Entry(self._rows("hidden", spec.hidden))
             self._start = torch.zeros_like(self.entry.length) if padded else None
+            self._on_cpu: HostRows | None = None
+            host = layers[0].common.host
+            if layers[0].rows_on_cpu and host is not None:
+                self._on_cpu = HostRows(layers, self.entry, padded, host.copies, work or CpuWork())
             self._slopes = {
                 slopes: torch.tensor(slopes, dtype=torch.float32, device=self.device)
                 for slopes in {layer.slopes for layer in spec.layers}
                 if slopes is not None
             }
         self._expect(None)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether graphs of its calls do what the calls do."""
+        return self._on_cpu is None
 
     @property
     def padded(self) -> bool:
@@ -92,6 +104,8 @@ class DecodeSession:
             return
         if self._start is not None and padding is not None:
             self._start.copy_(padding.start)
+            if self._on_cpu is not None:
+                self._on_cpu.expect(padding)
         self._expect(padding)
 
     def _expect(self, padding: Padding | None) -> None:
@@ -160,51 +174,100 @@ class DecodeSession:
         """The calls of a layer, in the order of their launch, behind the call `ahead`."""
         spec, layout = self._spec.layers[index], self._spec.layers[index].layout
         keys, values = self._keys[index], self._values[index]
-        heads = (self.batch, layout.heads, layout.head_dim)
         qkv = self._rows("qkv", layout.width)
         query = self._rows("query", layout.heads * layout.head_dim)
         attended = self._rows("attended", layout.heads * layout.head_dim)
-        cos, sin = self.entry.angles[spec.rotary] if spec.rotary is not None else (None, None)
         chain = _Chain(ahead)
         self._multiply(chain, self.entry.hidden, weights.qkv, qkv, norm=weights.attention_norm)
-        chain.add(
-            RotaryAppend,
-            qkv[:, None],
-            layout=layout,
-            query=query.view(heads)[:, None],
-            key_cache=keys,
-            value_cache=values,
-            column=self.entry.column,
-            bias=weights.qkv.bias,
-            cos=cos,
-            sin=sin,
-            interleaved=spec.interleaved,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-        )
-        chain.add(
-            DecodeAttention,
-            query.view(heads),
-            keys,
-            values,
-            attended.view(heads),
-            length=self.entry.length,
-            start=self._start,
-            scale=spec.scale,
-            slopes=None if spec.slopes is None else self._slopes[spec.slopes],
-            softcap=spec.softcap,
-            window=spec.window,
-            workspace=self._workspace,
-        )
+        split = keys.shape[0]
+        join: HostCall | None = None
+        if self._on_cpu is not None:  # first of all, for that takes longest
+            exchange = self._on_cpu.exchange(layout)
+            staged_query, staged_keys, staged_values = (x[:, None] for x in exchange.staged)
+            self._append(
+                chain,
+                spec,
+                weights,
+                slice(split, None),
+                qkv,
+                staged_query,
+                staged_keys.transpose(1, 2),
+                staged_values.transpose(1, 2),
+                self._on_cpu.column,
+            )
+            chain.put(exchange)
+            slopes = None if spec.slopes is None else self._slopes[spec.slopes]
+            join = self._on_cpu.attention(index, spec, slopes, attended[split:])
+        if split:
+            own = slice(None, split)
+            query = query[:split]
+            self._append(
+                chain,
+                spec,
+                weights,
+                own,
+                qkv,
+                query.view(split, 1, layout.heads, layout.head_dim),
+                keys,
+                values,
+                self.entry.column,
+            )
+            heads = (split, layout.heads, layout.head_dim)
+            chain.add(
+                DecodeAttention,
+                query.view(heads),
+                keys,
+                values,
+                attended[:split].view(heads),
+                length=self.entry.length[:split],
+                start=None if self._start is None else self._start[:split],
+                scale=spec.scale,
+                slopes=None if spec.slopes is None else self._slopes[spec.slopes],
+                softcap=spec.softcap,
+                window=spec.window,
+                workspace=self._workspace,
+            )
         inner = self._rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
         if spec.parallel:  # the MLP reads what came in, before anything is added to it
             self._widen(chain, spec, weights, inner)
+        if join is not None:
+            chain.put(join)
         norms = weights.attention_norm_out, weights.attention_sum_norm
         self._add(chain, attended, weights.attention_out, *norms)
         if not spec.parallel:
             self._widen(chain, spec, weights, inner)
         self._add(chain, inner, weights.mlp_out, weights.mlp_norm_out, weights.mlp_sum_norm)
         return chain.calls
+
+    def _append(
+        self,
+        chain: _Chain,
+        spec: LayerSpec,
+        weights: LayerWeights,
+        rows: slice,
+        qkv: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        column: torch.Tensor,
+    ) -> None:
+        """Queries, and one column more of keys and values, of some rows of a QKV product."""
+        cos, sin = self.entry.angles[spec.rotary] if spec.rotary is not None else (None, None)
+        chain.add(
+            RotaryAppend,
+            qkv[rows, None],
+            layout=spec.layout,
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            column=column,
+            bias=weights.qkv.bias,
+            cos=None if cos is None else cos[rows],
+            sin=None if sin is None else sin[rows],
+            interleaved=spec.interleaved,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+        )
 
     def _widen(
         self, chain: _Chain, spec: LayerSpec, weights: LayerWeights, inner: torch.Tensor
@@ -232,7 +295,11 @@ class DecodeSession:
         """hidden = sum_norm(hidden + branch_norm(product of `into`))."""
         hidden = self.entry.hidden
         if branch_norm is None and sum_norm is None:
-            self._multiply(chain, into, product, hidden, bias=product.bias, residual=hidden)
+            bias = product.bias
+            self._multiply(
+                chain, into, product, hidden, bias=bias, residual=hidden, keep_statistics=True
+            )
+            chain.hidden_is_written()
             return
         branch = self._rows("branch", hidden.shape[1])
         self._multiply(chain, into, product, branch)
@@ -246,6 +313,7 @@ class DecodeSession:
             sum_out=hidden if sum_norm is None else None,
             out=None if sum_norm is None else hidden,
         )
+        chain.hidden_is_written()
 
     def _multiply(
         self,
@@ -254,8 +322,10 @@ class DecodeSession:
         product: Product,
         out: torch.Tensor,
         norm: Norm | None = None,
+        keep_statistics: bool = False,
         **around: Any,
     ) -> None:
+        """out = product of `into`, which is `hidden` where a norm comes before."""
         stored = product.as_stored(self.batch)
         if stored is not None:
             if norm is not None:
@@ -273,6 +343,8 @@ class DecodeSession:
             product.weight,
             out,
             norm=norm,
+            statistics=None if norm is None else chain.statistics,
+            keep_statistics=keep_statistics,
             transposed=product.transposed,
             workspace=self._workspace,
             **around,
@@ -285,11 +357,19 @@ class _Chain:
     That holds where weights are in place before: within a layer, and from one resident layer to
     the next (`ahead`). It needs a kernel of the project's own ahead, so nothing begins early behind
     a product of cuBLAS; nor behind what makes a weight whole, which the next call reads.
+
+    `statistics`: what the product that wrote `hidden` last left of its rows, for the norms that
+    read them; None where no such call is sure to have run just before.
     """
 
     def __init__(self, ahead: Launched | None) -> None:
         self.calls: list[Launched] = []
         self._ahead = ahead
+        self.hidden_is_written()
+
+    def hidden_is_written(self) -> None:
+        """By the last call."""
+        self.statistics = self._ahead.statistics if isinstance(self._ahead, Linear) else None
 
     def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
         """Make the call and put it last."""
@@ -300,6 +380,11 @@ class _Chain:
     def fill(self, filling: Filling) -> None:
         """Make a weight whole; a kernel that reads the one before has ended then."""
         self.calls.append(filling)
+        self._ahead = None
+
+    def put(self, call: Exchange | HostCall) -> None:
+        """What is no kernel: nothing begins early behind it."""
+        self.calls.append(call)
         self._ahead = None
 
     def _behind_own(self) -> bool:

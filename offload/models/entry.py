@@ -26,6 +26,7 @@ class Entry:
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._counters = torch.zeros(1 + batch, dtype=torch.int32, device=device)
         self.column, self.length = self._counters[:1], self._counters[1:]
+        self.past = 0  # columns ahead of the new token's, as the host knows
         self._at: int | None = None  # what `column` is, as far as is known
 
     def take(self, ids: torch.Tensor | None, positions: torch.Tensor | None, past: int) -> None:
@@ -43,6 +44,7 @@ class Entry:
 
     def taken(self, past: int) -> None:
         """Ids and positions of the token for column `past` are in their places."""
+        self.past = past
         at, self._at = self._at, None
         if at != past - 1:  # otherwise `run` counts on from the step before
             self.column.fill_(past - 1)

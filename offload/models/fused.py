@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,17 +18,19 @@ from offload.kernels.quant_gemm import MOST_ROWS as STORED_ROWS
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.workspace import Workspace
 from offload.models.around import Ahead, LastNorm
-from offload.models.block import Prefill, run_block
-from offload.models.decode import DecodeSession, buffers_of
+from offload.models.decode import DecodeSession
 from offload.models.decode_graph import LaunchGraph
 from offload.models.decoder_layers import DecoderLayers
 from offload.models.hooked import NotCopied, PassForward, PassOwner
-from offload.models.kv_cache import KvCommon, KvLayer, adopt, common_of, layers_of
+from offload.models.host_kv import HostKv
+from offload.models.host_rows import CpuWork
+from offload.models.kv_cache import KvLayer, adopt, common_of, layers_of
 from offload.models.parts import ModelParts
-from offload.models.prefill_attention import PrefillAttention
+from offload.models.prompt import Prompt
 from offload.models.request import Request, Unserved
 from offload.models.spec import ModelSpec
 from offload.models.step import Step
+from offload.row_copies import HostCopies, RowCopies
 
 _FIRST = 0, True  # of a session's stretches: that with the entry in it
 
@@ -37,10 +39,25 @@ class FusedEngine(NotCopied):
     """Runs the layers of one model. `unserved` counts calls left to transformers, by reason."""
 
     def __init__(
-        self, spec: ModelSpec, parts: ModelParts, owner: PassOwner, device: torch.device
+        self,
+        spec: ModelSpec,
+        parts: ModelParts,
+        owner: PassOwner,
+        device: torch.device,
+        host_kv: HostKv | None = None,
+        prefill_rows: int | None = None,
     ) -> None:
-        """Over a model that is installed: its tensors are where the plan wants them."""
+        """Over a model that is installed: its tensors are where the plan wants them.
+
+        `host_kv`: where keys and values of a batch's last sequences go; None: nobody's.
+        `prefill_rows`: tokens of a prompt's pass whose activations stand at once; None: all.
+        """
         self.spec = spec
+        self.host_kv = host_kv
+        self.prefill_rows = prefill_rows
+        self.cpu_work = CpuWork()
+        # Without sequences in CPU memory nothing is copied.
+        self._copies: RowCopies = HostCopies() if host_kv is None else host_kv.copies
         self.unserved: Counter[str] = Counter()
         self.graph_problem: str | None = None
         self._device = device
@@ -118,12 +135,13 @@ class FusedEngine(NotCopied):
     def _read(
         self, given: dict[str, Any], expect: bool = True, step: Step | None = None
     ) -> Request:
-        return Request.read(given, self._holder, self.spec, self._layers.dtype, expect, step)
+        dtype = self._layers.dtype
+        return Request.read(given, self._holder, self.spec, dtype, expect, step, self.host_kv)
 
     def prepare(self, cache: Any, max_length: int) -> None:
         """Let a cache that `generate` made know how many columns it will get."""
         if isinstance(cache, DynamicCache):
-            adopt(cache, self.spec, max_length)
+            adopt(cache, self.spec, max_length, self.host_kv)
 
     def _run(self, request: Request, step: Step | None = None) -> Any:
         spec, holder = self.spec, self._holder
@@ -155,6 +173,8 @@ class FusedEngine(NotCopied):
         for session in list(self._sessions):
             session.forget()
         self._layers.close()
+        if self.host_kv is not None:
+            self.host_kv.close()
 
     def _prefill(self, request: Request) -> torch.Tensor:
         """The last hidden states [batch, tokens, width] of many tokens."""
@@ -163,31 +183,35 @@ class FusedEngine(NotCopied):
         if embeddings is not None and hidden.data_ptr() == embeddings.data_ptr():
             hidden = hidden.clone()  # the block works in place
         tokens = hidden.shape[1]
-        end = request.past + tokens
-        if request.cache is None:  # one layer's keys and values at a time
-            kept = [KvLayer(KvCommon(tokens))] * len(self._layers.layers)
-        else:
+        layers = self._layers.layers
+        kept: Sequence[KvLayer | None] = [None] * len(layers)
+        on_cpu = 0
+        if request.cache is not None:
             kept = layers_of(request.cache)
-        self._reserve(kept, end, request.batch)
+            self._reserve(layers_of(request.cache), request.past + tokens, request.batch)
+            on_cpu = layers_of(request.cache)[0].rows_on_cpu
         stream = current_stream(self._device)
         few = hidden.shape[0] * tokens <= MOST_ROWS
-        work = Prefill(
-            attention=PrefillAttention(request.past, tokens, request.padding),
-            column=torch.full((1,), request.past, dtype=torch.int32, device=self._device),
-            end=end,
-            angles={
-                table: (cos.contiguous(), sin.contiguous())
-                for table, (cos, sin) in ahead.angles(positions).items()
-            },
+        prompt = Prompt(
+            hidden,
+            past=request.past,
+            padding=request.padding,
+            angles=ahead.angles(positions),
+            on_cpu=on_cpu,
+            rows=self.prefill_rows,
             stream=stream,
             # What large products need between their kernels is too much to be kept.
             workspace=self._workspace(stream) if few else Workspace(self._device),
+            copies=self._copies,
         )
-        for layer, kv in zip(self._layers.layers, kept, strict=True):
+        for layer, kv in zip(layers, kept, strict=True):
             with layer.in_place(self._stream) as (_, weights):
-                run_block(layer.spec, weights, hidden, *buffers_of(kv), work)
-        for kv in kept:
-            kv.length = end
+                prompt.run(layer.spec, weights, kv)
+        arriving = prompt.finish()
+        if request.cache is not None:
+            common_of(request.cache).arriving = arriving
+            for kept_layer in layers_of(request.cache):
+                kept_layer.length = request.past + tokens
         norm = self._last_norm.norm()
         if norm is None:
             return self._by_module(hidden)
@@ -259,7 +283,7 @@ class FusedEngine(NotCopied):
             graph.replay()
             return
         self.launch(session, first, last, entry)
-        if not self._layers.layers[first].streamed:
+        if not self._layers.layers[first].streamed and session.repeatable:
             session.issued.add(key)
 
     def _can_capture(self) -> bool:
@@ -273,7 +297,9 @@ class FusedEngine(NotCopied):
         if common.session is None or not common.session.serves(layers, padded, stream):
             common.session = None  # before the new one takes memory
             workspace = self._workspace(stream)
-            common.session = DecodeSession(self.spec, layers, padded, stream, workspace)
+            common.session = DecodeSession(
+                self.spec, layers, padded, stream, workspace, self.cpu_work
+            )
             self._sessions.add(common.session)
         return common.session
 

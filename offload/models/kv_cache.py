@@ -3,7 +3,8 @@
 Layout: the keys and the values of a layer are two tensors [batch, kv_heads, capacity, head_dim],
 contiguous, in the model's dtype. Column j holds token j of the sequence, padding included, in the
 first `length` columns; the rest has any content. A sliding window drops nothing: the kernels read
-no more than its columns.
+no more than its columns. Where some sequences of a batch keep theirs in CPU memory, the first
+rows are in those buffers and the last ones in two more of the same layout.
 
 The cache itself is transformers' DynamicCache whose layers are `KvLayer`s, so `generate`, beams,
 `crop` and repeated turns work on it, and both engines can run on the same cache.
@@ -23,6 +24,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from offload.models.host_kv import HostBlock, HostKv
 from offload.models.spec import ModelSpec
 
 MAX_AHEAD = 4096  # columns allocated before they are needed, where the final length is known
@@ -38,13 +40,30 @@ class KvCommon:
 
     max_length: int = 0  # columns that will be needed in the end; 0: unknown
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
+    host: HostKv | None = None  # where the last rows' keys and values go; None: no row's
+    arriving: Any = None  # the point at which all of them that were issued are there
 
     def __deepcopy__(self, memo: Any) -> KvCommon:
-        return KvCommon(self.max_length)  # a copy's buffers lie elsewhere
+        self.settle()
+        return KvCommon(self.max_length, host=self.host)  # a copy's buffers lie elsewhere
+
+    def below(self, batch: int) -> int:
+        """How many of so many rows are in CPU memory: the last ones."""
+        return 0 if self.host is None else self.host.below(batch)
+
+    def settle(self) -> None:
+        """Return when the host may read what is in CPU memory."""
+        point, self.arriving = self.arriving, None
+        if point is not None and self.host is not None:
+            self.host.copies.synchronize(point)
 
 
 class KvLayer(CacheLayerMixin):
-    """One layer's `key_buffer` and `value_buffer`, of which the first `length` columns count."""
+    """One layer's keys and values, of which the first `length` columns count.
+
+    `key_buffer` and `value_buffer` are on the compute device and hold the first rows, `host_keys`
+    and `host_values` the others, if there are any. They are replaced together or not at all.
+    """
 
     is_sliding = False
     is_compileable = False
@@ -59,6 +78,9 @@ class KvLayer(CacheLayerMixin):
         self.length = 0
         self.key_buffer: torch.Tensor | None = None
         self.value_buffer: torch.Tensor | None = None
+        self.host_keys: torch.Tensor | None = None
+        self.host_values: torch.Tensor | None = None
+        self._block: HostBlock | None = None
 
     @property
     def is_initialized(self) -> bool:
@@ -67,24 +89,38 @@ class KvLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """[batch, kv_heads, length, head_dim], a view."""
-        return None if self.key_buffer is None else self.key_buffer[:, :, : self.length]
+        """[batch, kv_heads, length, head_dim], a view where all rows are on one device."""
+        return self._whole(self.key_buffer, self.host_keys)
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """[batch, kv_heads, length, head_dim], a view."""
-        return None if self.value_buffer is None else self.value_buffer[:, :, : self.length]
+        """[batch, kv_heads, length, head_dim], likewise."""
+        return self._whole(self.value_buffer, self.host_values)
+
+    def _whole(self, above: torch.Tensor | None, below: torch.Tensor | None) -> torch.Tensor | None:
+        if above is None:
+            return None
+        above = above[:, :, : self.length]
+        if below is None:
+            return above
+        self.common.settle()
+        return torch.cat([above, below[:, :, : self.length].to(above.device)])
+
+    @property
+    def rows_on_cpu(self) -> int:
+        """Rows whose keys and values are in CPU memory."""
+        return 0 if self.host_keys is None else self.host_keys.shape[0]
 
     @property
     def batch_size(self) -> int:
         """Rows; 0 before anything was kept."""
-        return 0 if self.key_buffer is None else self.key_buffer.shape[0]
+        return 0 if self.key_buffer is None else self.key_buffer.shape[0] + self.rows_on_cpu
 
     max_batch_size = batch_size
 
     @property
     def device(self) -> torch.device | None:
-        """Where the buffers are."""
+        """Where computation finds them."""
         return None if self.key_buffer is None else self.key_buffer.device
 
     def reserve(self, columns: int, like: torch.Tensor, batch: int, heads: int, width: int) -> None:
@@ -92,20 +128,38 @@ class KvLayer(CacheLayerMixin):
         if self.key_buffer is not None:
             if columns <= self.key_buffer.shape[2]:
                 return
-            batch, heads, _, width = self.key_buffer.shape
+            (_, heads, _, width), batch = self.key_buffer.shape, self.batch_size
         if self.common.max_length:
             ahead = min(max(self.common.max_length - columns, 0), MAX_AHEAD)
         else:
             ahead = max(columns // 2, MIN_AHEAD)
+        old = self._buffers()
+        self.common.settle()
+        block = self._block  # for as long as it is read
+        self._allocate((batch, heads, columns + ahead, width), like)
+        for before, now in zip(old, self._buffers(), strict=True):
+            if before is not None and now is not None:
+                now[:, :, : self.length] = before[:, :, : self.length]
+        del block
+
+    def _buffers(self) -> tuple[torch.Tensor | None, ...]:
+        return self.key_buffer, self.value_buffer, self.host_keys, self.host_values
+
+    def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> None:
+        """New buffers for [batch, heads, columns, width], with any content."""
         self.common.session = None  # its calls would keep the old buffers alive
-        shape = (batch, heads, columns + ahead, width)
-        for name in ("key_buffer", "value_buffer"):
-            old = getattr(self, name)
-            with torch.inference_mode(False):
-                new = torch.empty(shape, dtype=like.dtype, device=like.device)
-            if old is not None:
-                new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
+        below = self.common.below(shape[0])
+        with torch.inference_mode(False):
+            above = (shape[0] - below, *shape[1:])
+            self.key_buffer = torch.empty(above, dtype=like.dtype, device=like.device)
+            self.value_buffer = torch.empty_like(self.key_buffer)
+            self._block = self.host_keys = self.host_values = None
+            if below and self.common.host is not None:
+                part = (below, *shape[1:])
+                self._block = self.common.host.borrow(
+                    2 * torch.Size(part).numel() * like.dtype.itemsize
+                )
+                self.host_keys, self.host_values = self._block.halves(part, like.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, tokens, width = key_states.shape
@@ -119,11 +173,18 @@ class KvLayer(CacheLayerMixin):
         self.reserve(self.length + tokens, key_states, batch, heads // self.copies, width)
         end = self.length + tokens
         assert self.key_buffer is not None and self.value_buffer is not None
-        # Of several equal heads one is kept.
-        self.key_buffer[:, :, self.length : end] = key_states[:, :: self.copies]
-        self.value_buffer[:, :, self.length : end] = value_states[:, :: self.copies]
+        split = self.key_buffer.shape[0]
+        for states, above, below in (
+            (key_states, self.key_buffer, self.host_keys),
+            (value_states, self.value_buffer, self.host_values),
+        ):
+            states = states[:, :: self.copies]  # of several equal heads one is kept
+            above[:, :, self.length : end] = states[:split]
+            if below is not None:
+                below[:, :, self.length : end] = states[split:]
         self.length = end
-        keys, values = self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
         if self.copies > 1:
             keys, values = (x.repeat_interleave(self.copies, dim=1) for x in (keys, values))
         return keys, values
@@ -166,18 +227,51 @@ class KvLayer(CacheLayerMixin):
         """Keep these rows, in this order."""
         if self.key_buffer is None:
             return
-        rows = rows.to(self.key_buffer.device)
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        for name in ("key_buffer", "value_buffer"):
-            buffer = getattr(self, name)
-            kept = buffer[:, :, : self.length].index_select(0, rows)
-            if rows.numel() != buffer.shape[0]:
-                self.common.session = None
-                with torch.inference_mode(False):
-                    buffer = buffer.new_empty(rows.numel(), *buffer.shape[1:])
-                setattr(self, name, buffer)
-            buffer[:, :, : self.length] = kept
+        count, old = rows.numel(), self._buffers()
+        below = self.common.below(count)
+        picked: list[torch.Tensor]
+        if self.host_keys is None and not below:
+            picked = [self._picked(old[0], rows), self._picked(old[1], rows)]
+        else:  # from both sides to both sides
+            self.common.settle()
+            rows = rows.cpu()
+            picked = [
+                self._gathered(above, under, part, place)
+                for part, place in (
+                    (rows[: count - below], self.key_buffer.device),
+                    (rows[count - below :], torch.device("cpu")),
+                )
+                for above, under in ((old[0], old[2]), (old[1], old[3]))
+            ]
+        if count != self.batch_size:
+            self._allocate((count, *self.key_buffer.shape[1:]), self.key_buffer)
+        for now, kept in zip(self._buffers(), picked, strict=False):
+            if now is not None:
+                now[:, :, : self.length] = kept
+
+    def _picked(self, buffer: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        assert buffer is not None
+        return buffer[:, :, : self.length].index_select(0, rows.to(buffer.device))
+
+    def _gathered(
+        self,
+        above: torch.Tensor | None,
+        below: torch.Tensor | None,
+        rows: torch.Tensor,
+        place: torch.device,
+    ) -> torch.Tensor:
+        """`rows` of a batch that lies in two buffers, at `place`."""
+        assert above is not None
+        split, (_, heads, _, width) = above.shape[0], above.shape
+        shape = (rows.numel(), heads, self.length, width)
+        found = torch.empty(shape, dtype=above.dtype, device=place)
+        first = rows < split
+        for chosen, buffer, skip in ((first, above, 0), (~first, below, split)):
+            if buffer is not None and bool(chosen.any()):
+                found[chosen.to(place)] = self._picked(buffer, rows[chosen] - skip).to(place)
+        return found
 
     def offload(self) -> None:
         raise NotImplementedError("keys and values of the fused engine stay where they are")
@@ -185,10 +279,10 @@ class KvLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def new_cache(spec: ModelSpec, max_length: int = 0) -> DynamicCache:
+def new_cache(spec: ModelSpec, max_length: int = 0, host: HostKv | None = None) -> DynamicCache:
     """An empty cache for the model, of at least `max_length` columns when it is first filled."""
     cache = DynamicCache()
-    _fill(cache, spec, KvCommon(max_length))
+    _fill(cache, spec, KvCommon(max_length, host=host))
     return cache
 
 
@@ -208,7 +302,9 @@ def layers_of(cache: DynamicCache) -> list[KvLayer]:
     return cache.layers  # type: ignore[return-value]
 
 
-def adopt(cache: Any, spec: ModelSpec, max_length: int = 0) -> str | None:
+def adopt(
+    cache: Any, spec: ModelSpec, max_length: int = 0, host: HostKv | None = None
+) -> str | None:
     """Turn the layers of a transformers cache into KvLayers, in place; None, or why not.
 
     The cache stays the object that its owner holds, with the columns that it had.
@@ -233,7 +329,7 @@ def adopt(cache: Any, spec: ModelSpec, max_length: int = 0) -> str | None:
     lengths = {layer.get_seq_length() for layer in found}
     if len(lengths) > 1 or (lengths - {0} and len(found) < len(spec.layers)):
         return "a cache whose layers differ in length"
-    _fill(cache, spec, KvCommon(max_length))
+    _fill(cache, spec, KvCommon(max_length, host=host))
     for old, new in zip(found, layers_of(cache), strict=False):
         if old.get_seq_length():
             new.update(old.keys, old.values)

@@ -20,15 +20,16 @@ class PrefillAttention:
 
     A query sees the columns up to its own that are no padding and, in a layer with a window, only
     that many; one that would see nothing sees itself, so that it stays finite. What several layers
-    can share, such as masks, is made once.
+    can share, such as masks, is made once; `share` of what may be kept of them is this one's.
     """
 
-    def __init__(self, past: int, tokens: int, padding: Padding | None) -> None:
+    def __init__(self, past: int, tokens: int, padding: Padding | None, share: float = 1.0) -> None:
         self._past = past
         self._tokens = tokens
         self._padding = padding
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
         self._kept = 0
+        self._share = share
 
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: LayerSpec
@@ -150,7 +151,7 @@ class PrefillAttention:
             real &= column < self._padding.end[:, None]
             seen = seen & real[:, None]
             seen |= (distance == 0) & ~seen.any(-1, keepdim=True)
-        if self._kept + seen.numel() <= KEPT_ELEMENTS:
+        if self._kept + seen.numel() <= KEPT_ELEMENTS * self._share:
             self._masks[first, last, window] = seen
             self._kept += seen.numel()
         return seen

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from offload.models.host_kv import HostKv
 from offload.models.kv_cache import adopt, layers_of, new_cache, session_of
 from offload.models.padding import Holes, Padding, PaddingCheck, read_padding
 from offload.models.spec import ModelSpec
@@ -59,12 +60,14 @@ class Request:
         dtype: torch.dtype,
         expect: bool = True,
         step: Step | None = None,
+        host: HostKv | None = None,
     ) -> Request:
         """From the arguments by name; raises Unserved. A transformers cache becomes one of
         KvLayers.
 
         `expect`: take a decode step's padding to be that of the step before, and check it later;
-        in a `step` that was begun with these arguments, the check is under way.
+        in a `step` that was begun with these arguments, the check is under way. `host`: where the
+        last rows' keys and values go, in a cache that becomes one of KvLayers.
         """
         config = holder.config
         for name, value in given.items():
@@ -119,9 +122,9 @@ class Request:
         ):
             raise Unserved("position_ids of another shape or device")
         if cache is None:
-            cache = new_cache(spec) if use_cache else None
+            cache = new_cache(spec, host=host) if use_cache else None
         else:
-            problem = adopt(cache, spec)
+            problem = adopt(cache, spec, host=host)
             if problem is not None:
                 raise Unserved(problem)
             if layers_of(cache)[0].batch_size not in (0, batch):

@@ -63,7 +63,15 @@ class ModelShape:
             ),
         )
 
-    def reserve_bytes(self, batch: int, length: int, itemsize: int, fused: bool = False) -> int:
+    def reserve_bytes(
+        self,
+        batch: int,
+        length: int,
+        itemsize: int,
+        fused: bool = False,
+        kv_on_cpu: int = 0,
+        prefill_rows: int | None = None,
+    ) -> int:
         """Bytes to keep free for `batch` sequences of `length` tokens: KV cache, activations of one
         layer, logits.
 
@@ -72,14 +80,20 @@ class ModelShape:
         MLP; queries, keys and values are narrower. Attention is taken to be fused (no score
         matrix). Logits are those of one token a sequence, in fp32 too. The `fused` engine keeps
         what is as wide as the residual (queries, keys and values and what attention makes of them
-        too) beside an MLP of a part of the rows.
+        too) beside an MLP of a part of the rows; with `prefill_rows` it does so for that many
+        tokens at once, or one sequence, beside the residual of all. Keys and values of `kv_on_cpu`
+        sequences are not there, but for those of two such parts on their way.
         """
         tokens = batch * length
-        kv = self.layers * self.kv_width * tokens * itemsize
+        kv = self.layers * self.kv_width * (batch - kv_on_cpu) * length * itemsize
         activations = tokens * (3 * self.hidden + 2 * self.intermediate) * itemsize
         if fused:
-            wide = 3 * self.intermediate * min(tokens, MLP_ROWS)
-            activations = (8 * self.hidden * tokens + wide) * itemsize
+            rows = tokens if prefill_rows is None else min(tokens, max(prefill_rows, length))
+            wide = 3 * self.intermediate * min(rows, MLP_ROWS)
+            wide += 2 * self.kv_width * min(rows, kv_on_cpu * length)
+            # Embeddings and positions stand beside their sum before there is a block.
+            beside = max(7 * self.hidden * rows + wide, 2 * self.hidden * tokens)
+            activations = (self.hidden * tokens + beside) * itemsize
         logits = batch * self.vocabulary * (itemsize + 4)
         return kv + activations + logits
 

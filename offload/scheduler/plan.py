@@ -53,6 +53,7 @@ class Plan:
     reserve_bytes: int  # left free for activations and KV cache
     budget: Budget
     notes: tuple[str, ...] = field(default=())
+    kv_cpu_bytes: int = 0  # of CPU memory, for keys and values
 
     @property
     def slot_bytes(self) -> int:
@@ -81,8 +82,8 @@ class Plan:
 
     @property
     def cpu_bytes(self) -> int:
-        """What the plan puts in CPU memory for weights at rest and for disk reads."""
-        return self._slot_sum(Tier.CPU) + self.ring_bytes
+        """What the plan puts in CPU memory: weights at rest, disk reads, keys and values."""
+        return self._slot_sum(Tier.CPU) + self.ring_bytes + self.kv_cpu_bytes
 
     def weight_bytes(self, tier: Tier) -> int:
         """Weight bytes of the layers on `tier`."""
@@ -108,6 +109,7 @@ class Workload:
     depth: int
     max_chunk_bytes: int = 8 << 20
     max_chunks: int = 16
+    kv_cpu_bytes: int = 0  # that keys and values take in CPU memory
 
 
 def fixed_plan(
@@ -224,6 +226,7 @@ def _assemble(
         reserve_bytes=work.reserve_bytes,
         budget=budget,
         notes=notes,
+        kv_cpu_bytes=work.kv_cpu_bytes,
     )
 
 
@@ -254,8 +257,9 @@ def _check_cpu(plan: Plan, budget: Budget) -> None:
     if _cpu_need(plan, budget) > budget.cpu:
         raise BudgetError(
             f"CPU memory: the layers placed there take "
-            f"{format_size(plan.cpu_bytes - plan.ring_bytes)} and disk reads "
-            f"{format_size(plan.ring_bytes)}, and the budget is {format_size(budget.cpu)}. Raise "
+            f"{format_size(plan.cpu_bytes - plan.ring_bytes - plan.kv_cpu_bytes)}, disk reads "
+            f"{format_size(plan.ring_bytes)} and keys and values {format_size(plan.kv_cpu_bytes)}, "
+            f"and the budget is {format_size(budget.cpu)}. Raise "
             "max_memory['cpu'], or place layers on 'nvme', or use device_map='auto'"
         )
 

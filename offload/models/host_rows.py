@@ -1,0 +1,168 @@
+"""What CPU cores do of a decode step: attention of sequences whose keys and values lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.kernels.host_attention import MOST_HEAD_DIM, HostAttention
+from offload.kernels.host_library import QUERY_DTYPES
+from offload.kernels.qkv import QkvLayout
+from offload.models.entry import Entry
+from offload.models.kv_cache import KvLayer
+from offload.models.padding import Padding
+from offload.models.spec import LayerSpec, ModelSpec
+from offload.row_copies import RowCopies
+
+
+def why_not_on_cpu(spec: ModelSpec, dtype: torch.dtype) -> str | None:
+    """What of a model attention on the CPU cannot do; None: nothing."""
+    if dtype not in QUERY_DTYPES:
+        return f"attention on the CPU is in float32, float16 or bfloat16, not {dtype}"
+    widest = max(layer.layout.head_dim for layer in spec.layers)
+    if widest > MOST_HEAD_DIM:
+        return f"attention on the CPU takes heads of up to {MOST_HEAD_DIM} elements, not {widest}"
+    return None
+
+
+@dataclass(slots=True)
+class CpuWork:
+    """What CPU cores did for an engine so far."""
+
+    seconds: float = 0.0  # in which they attended
+    nbytes: int = 0  # of keys and values that they read
+    steps: int = 0  # decode steps that had such rows
+    sequences: int = 0  # of the latest step
+
+
+class HostRows:
+    """The last rows of a session's batch: their queries, keys and values go down, what attention
+    makes of them comes up.
+
+    One set of buffers serves all layers of a shape, since each layer's result is waited for before
+    the next layer's queries are made.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[KvLayer],
+        entry: Entry,
+        padded: bool,
+        copies: RowCopies,
+        work: CpuWork,
+    ) -> None:
+        self.count = layers[0].rows_on_cpu
+        self.work = work
+        self._layers = [(x.host_keys, x.host_values) for x in layers]
+        self._like = entry.hidden
+        self._entry = entry
+        self._copies = copies
+        self._exchanges: dict[tuple[int, int, int], Exchange] = {}
+        self._length = torch.zeros(self.count, dtype=torch.int32)
+        self._start = torch.zeros_like(self._length) if padded else None
+        self.column = torch.zeros(1, dtype=torch.int32, device=entry.hidden.device)
+
+    def expect(self, padding: Padding | None) -> None:
+        """The next steps' padding, of all rows."""
+        if self._start is not None and padding is not None:
+            self._start.copy_(padding.start[-self.count :])
+
+    def exchange(self, layout: QkvLayout) -> Exchange:
+        """The buffers of layers of that layout."""
+        key = layout.heads, layout.kv_heads, layout.head_dim
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(layout, self.count, self._like, self._copies)
+        return self._exchanges[key]
+
+    def attention(
+        self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
+    ) -> HostCall:
+        """The call that puts the attention of the layer `index` in out [rows, width], behind its
+        exchange's `send`.
+        """
+        keys, values = self._layers[index]
+        assert keys is not None and values is not None
+        exchange = self.exchange(spec.layout)
+        query, new_key, new_value = exchange.sent
+        attention = HostAttention(
+            query,
+            list(keys),
+            list(values),
+            exchange.result,
+            length=self._length,
+            start=self._start,
+            new_key=new_key,
+            new_value=new_value,
+            scale=spec.scale,
+            slopes=None if slopes is None else slopes.cpu(),
+            softcap=spec.softcap,
+            window=spec.window,
+        )
+        return HostCall(self, exchange, attention, out, first=index == 0)
+
+    def begin(self, first: bool) -> None:
+        """A layer's attention begins, perhaps the first one of a step."""
+        self._length.fill_(self._entry.past + 1)
+        if first:
+            self.work.steps += 1
+            self.work.sequences = self.count
+
+
+class Exchange:
+    """What goes down for some rows of a layer, and what comes up."""
+
+    def __init__(
+        self, layout: QkvLayout, count: int, like: torch.Tensor, copies: RowCopies
+    ) -> None:
+        heads, kv_heads, width = layout.heads, layout.kv_heads, layout.head_dim
+        self.copies = copies
+        shape = (count, heads + 2 * kv_heads, width)
+        with torch.inference_mode(False):
+            self._staged = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self._memory = copies.buffer(shape, like.dtype)
+            self.result = copies.buffer((count, heads, width), like.dtype)
+            self.mapped = copies.mapped(self.result).view(count, heads * width)
+        sizes = [heads, kv_heads, kv_heads]
+        # Query, key and value of every row: [count, heads, head_dim], on both sides.
+        self.staged = self._staged.split(sizes, dim=1)
+        self.sent = self._memory.split(sizes, dim=1)
+        self.point: Any = None
+
+    def launch(self, stream: int = 0) -> None:
+        """Send down what was staged, on a queue of its own."""
+        self.point = self.copies.down(self._memory.flatten(1), self._staged.flatten(1))
+
+
+class HostCall:
+    """Waits for what was sent, attends, and brings the result up."""
+
+    def __init__(
+        self,
+        rows: HostRows,
+        exchange: Exchange,
+        attention: HostAttention,
+        out: torch.Tensor,
+        first: bool,
+    ) -> None:
+        self._rows, self._exchange, self._attention = rows, exchange, attention
+        self._out, self._first = out, first
+
+    def launch(self, stream: int = 0) -> None:
+        """The host waits here, while the compute device works on what was issued before: its own
+        rows' attention, and the next layers' weights are on their way.
+        """
+        exchange, attention, work = self._exchange, self._attention, self._rows.work
+        exchange.copies.synchronize(exchange.point)
+        self._rows.begin(self._first)
+        try:
+            attention.start()
+        finally:
+            attention.wait()  # also where Ctrl-C came: it reads and writes what others may get
+        work.seconds += attention.seconds
+        work.nbytes += attention.bytes_read
+        # A kernel that reads CPU memory: the result does not queue up behind a layer of weights. It
+        # is not overwritten before the next layer's queries are down, which this kernel precedes.
+        torch.mul(exchange.mapped, 1, out=self._out)

@@ -1,0 +1,172 @@
+"""Many tokens of every sequence through one layer after another, some sequences at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.kernels.workspace import Workspace
+from offload.models.block import Prefill, run_block
+from offload.models.kv_cache import KvLayer
+from offload.models.layer_weights import LayerWeights
+from offload.models.padding import Padding
+from offload.models.prefill_attention import PrefillAttention
+from offload.models.spec import Angles, LayerSpec
+from offload.row_copies import RowCopies
+
+Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values: [rows, kv_heads, columns, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """The sequences first to last - 1, which keep what they keep on one side."""
+
+    first: int
+    last: int
+    on_cpu: bool
+    work: Prefill
+
+
+class Prompt:
+    """A pass over `hidden` [batch, tokens, width], contiguous, which becomes the last one's output.
+
+    All of it stays on the compute device; what a block needs between its products is there for one
+    chunk at a time, of up to `rows` tokens (None: of all, one sequence at least), and so are the
+    keys and values of sequences that keep theirs in CPU memory, the last `on_cpu` ones: they are
+    copied down while the next chunk is computed. A layer's weights serve all chunks before the next
+    layer's are asked for.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        *,
+        past: int,
+        padding: Padding | None,
+        angles: Mapping[str, Angles],
+        on_cpu: int,
+        rows: int | None,
+        stream: int,
+        workspace: Workspace,
+        copies: RowCopies,
+    ) -> None:
+        batch, tokens, _ = hidden.shape
+        self._hidden, self._past, self._end = hidden, past, past + tokens
+        self._copies = copies
+        self._turn = 0  # which of two stages is next
+        self._points: list[Any] = [None, None]  # at which each is free again
+        at_once = batch if rows is None else max(1, rows // tokens)
+        spans = [
+            (first, last, on_cpu)
+            for start, stop, on_cpu in ((0, batch - on_cpu, False), (batch - on_cpu, batch, True))
+            for first, last in _evenly(start, stop, at_once)
+        ]
+        column = torch.full((1,), past, dtype=torch.int32, device=hidden.device)
+        common = PrefillAttention(past, tokens, None)
+        buffers: dict[str, torch.Tensor] = {}
+        self._chunks = [
+            _Chunk(
+                first,
+                last,
+                below,
+                Prefill(
+                    attention=common
+                    if padding is None
+                    else PrefillAttention(past, tokens, _of(padding, first, last), 1 / len(spans)),
+                    column=column,
+                    end=self._end,
+                    angles={name: _rows_of(pair, first, last) for name, pair in angles.items()},
+                    stream=stream,
+                    workspace=workspace,
+                    buffers=buffers,
+                ),
+            )
+            for first, last, below in spans
+        ]
+
+    def run(self, spec: LayerSpec, weights: LayerWeights, kv: KvLayer | None) -> None:
+        """One layer. `kv`, with room for the tokens, gets their keys and values; None: nobody."""
+        for chunk in self._chunks:
+            hidden = self._hidden[chunk.first : chunk.last]
+            if kv is None:
+                run_block(spec, weights, hidden, *self._stage(spec, chunk, 0), chunk.work)
+            elif chunk.on_cpu:
+                self._through_stage(spec, weights, chunk, hidden, kv)
+            else:
+                assert kv.key_buffer is not None and kv.value_buffer is not None
+                rows = slice(chunk.first, chunk.last)
+                kept = kv.key_buffer[rows], kv.value_buffer[rows]
+                run_block(spec, weights, hidden, *kept, chunk.work)
+
+    def finish(self) -> Any:
+        """The point at which all keys and values are in CPU memory. What is computed from now on
+        comes after it, as the stages' memory is given back.
+        """
+        last = self._points[1 - self._turn]
+        for point in self._points:
+            self._copies.wait(point)
+        return last
+
+    def _through_stage(
+        self,
+        spec: LayerSpec,
+        weights: LayerWeights,
+        chunk: _Chunk,
+        hidden: torch.Tensor,
+        kv: KvLayer,
+    ) -> None:
+        """A chunk whose keys and values are in CPU memory."""
+        assert kv.host_keys is not None and kv.host_values is not None
+        turn, self._turn = self._turn, 1 - self._turn
+        self._copies.wait(self._points[turn])
+        stage = self._stage(spec, chunk, turn)
+        skip = self._hidden.shape[0] - kv.host_keys.shape[0]
+        rows = slice(chunk.first - skip, chunk.last - skip)
+        kept = kv.host_keys[rows], kv.host_values[rows]
+        if self._past:  # what earlier turns left is seen, too
+            kv.common.settle()
+            for staged, own in zip(stage, kept, strict=True):
+                self._copies.up(_columns(staged, 0, self._past), _columns(own, 0, self._past))
+        run_block(spec, weights, hidden, *stage, chunk.work)
+        for staged, own in zip(stage, kept, strict=True):
+            self._points[turn] = self._copies.down(
+                _columns(own, self._past, self._end), _columns(staged, self._past, self._end)
+            )
+
+    def _stage(self, spec: LayerSpec, chunk: _Chunk, turn: int) -> Buffers:
+        """Memory on the compute device for a chunk's keys and values, of any content."""
+        layout = spec.layout
+        shape = (chunk.last - chunk.first, layout.kv_heads, self._end, layout.head_dim)
+        keys, values = (
+            chunk.work.scratch(f"staged {name} {turn}", shape, self._hidden)
+            for name in ("keys", "values")
+        )
+        return keys, values
+
+
+def _evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Spans of `most` at most, of sizes that differ by one at most."""
+    count = -(-(last - first) // most)
+    for i in range(count):
+        size = last - first
+        yield first + i * size // count, first + (i + 1) * size // count
+
+
+def _of(padding: Padding, first: int, last: int) -> Padding:
+    return Padding(padding.start[first:last], padding.end[first:last], padding.at_end)
+
+
+def _rows_of(angles: Angles, first: int, last: int) -> Angles:
+    cos, sin = angles
+    if cos.shape[0] > 1:
+        cos, sin = cos[first:last], sin[first:last]
+    return cos.contiguous(), sin.contiguous()
+
+
+def _columns(buffer: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Columns of a contiguous [rows, heads, columns, head_dim] as [rows * heads, elements]."""
+    rows, heads, capacity, width = buffer.shape
+    return buffer.view(rows * heads, capacity * width)[:, first * width : last * width]

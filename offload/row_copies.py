@@ -1,0 +1,150 @@
+"""Rows on their way between the compute device and CPU memory, beside the stream of weights."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from offload.aio.cudart import cuda_state
+from offload.errors import UnsupportedError
+
+
+class RowCopies(Protocol):
+    """Copies of 2-dimensional tensors alike, whose rows are contiguous and lie at any stride.
+
+    The way down is a copy queue of its own. The way up has none: a copy engine would take it after
+    the layer of weights that it is busy with, for tens of milliseconds. What comes up is read by a
+    kernel, straight from pinned memory (`mapped`), which gets its share of the link at once.
+    """
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """CPU memory of any content, that a GPU reads and writes."""
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same bytes of a `buffer`, as a tensor of the compute device."""
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy to CPU memory in the background, after all that was issued so far; the point at
+        which it is there. `source` must stay as it is until then.
+        """
+
+    def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from CPU memory, before what is issued next. It takes the weights' copy engine: for
+        what is needed once a prompt, not once a token. The host must not write to `source` before
+        it has waited for the device.
+        """
+
+    def wait(self, point: Any) -> None:
+        """What is computed from now on runs after `point`."""
+
+    def synchronize(self, point: Any) -> None:
+        """Return when `point` has been reached."""
+
+    def drain(self) -> None:
+        """Return when nothing is on its way."""
+
+
+class HostCopies:
+    """The CPU computes: a copy is done when the call returns."""
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        target.copy_(source)
+
+    def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self, point: Any) -> None:
+        pass
+
+    def synchronize(self, point: Any) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
+class CudaCopies:
+    """A GPU: points are CUDA events. Calls are made with that GPU as the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises UnsupportedError where torch has no CUDA runtime that can be called."""
+        runtime, _, reason = cuda_state()
+        if runtime is None:
+            raise UnsupportedError(f"keys and values in CPU memory need the CUDA runtime: {reason}")
+        self._runtime = runtime
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        found = torch.as_tensor(_Bytes(memory), device=self._device)
+        if found.data_ptr() != memory.data_ptr():  # torch made a copy
+            raise UnsupportedError(
+                f"{self._device} does not see pinned CPU memory at its own address"
+            )
+        return found.view(memory.dtype).view(memory.shape)
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._copy(target, source, self._stream)
+        return self._stream.record_event()
+
+    def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copy(target, source, torch.cuda.current_stream(self._device))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        # torch has no copy of pitched rows: it would gather them on the host first, waiting.
+        rows, width = source.shape[0], source.shape[1] * source.element_size()
+        if not rows or not width:
+            return
+        self._runtime.copy_rows(
+            (target.data_ptr(), _pitch(target)),
+            (source.data_ptr(), _pitch(source)),
+            width,
+            rows,
+            stream.cuda_stream,
+        )
+
+    def wait(self, point: Any) -> None:
+        if point is not None:
+            torch.cuda.current_stream(self._device).wait_event(point)
+
+    def synchronize(self, point: Any) -> None:
+        if point is not None:
+            point.synchronize()
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+
+def row_copies(device: torch.device) -> RowCopies:
+    """Those of the compute device."""
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+def _pitch(rows: torch.Tensor) -> int:
+    """Bytes from a row to the next one."""
+    stride = rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+    return stride * rows.element_size()
+
+
+class _Bytes:
+    """Pinned memory as torch takes over memory of a GPU."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory  # torch keeps this object as long as its tensor
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 2,
+        }

@@ -1,0 +1,284 @@
+"""Keys and values of some sequences in CPU memory: nobody can tell by what the model says."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import comparison
+import exactness
+import pytest
+import torch
+import transformers
+import variants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+import offload
+from offload.errors import BudgetError, UnsupportedError
+from offload.models import host_kv, prompt
+from offload.models.fused import FusedEngine
+from offload.models.host_kv import HostKv
+from offload.models.kv_cache import KvLayer
+from offload.row_copies import HostCopies
+
+Folder = Callable[[str], Path]
+Pair = tuple[PreTrainedModel, PreTrainedModel]
+NAN = float("nan")
+
+
+def run(folder: Path, **options: Any) -> PreTrainedModel:
+    """With three of four sequences on the CPU, unless said otherwise."""
+    common = {"device_map": "cpu", "engine": "fused", "device": "cpu", "batch_size": 4}
+    return offload.run(folder, **common | {"kv_on_cpu": 3, "max_length": 24} | options)
+
+
+def engine_of(model: PreTrainedModel) -> FusedEngine:
+    return model.offload._engine
+
+
+@pytest.fixture(scope="module")
+def pair(variant_folder: Folder) -> Iterator[Pair]:
+    """The plain model and one whose split and chunks a test may change."""
+    folder = variant_folder("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_POISON", "1")
+        with run(folder) as model:
+            yield comparison.plain_model(folder), model
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cache gets from the one before is no number."""
+    halves = host_kv.HostBlock.halves
+
+    def poisoned(self: Any, shape: Any, dtype: Any) -> Any:
+        found = halves(self, shape, dtype)
+        for half in found:
+            half.fill_(NAN)
+        return found
+
+    monkeypatch.setattr(host_kv.HostBlock, "halves", poisoned)
+
+
+class LateCopies(HostCopies):
+    """Every copy down is made when somebody waits for it, from what its source holds then."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made = 0
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, NAN, dtype=dtype)
+
+    def down(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        target.fill_(NAN)
+        self.waiting.append((target, source))
+        return self.made + len(self.waiting)
+
+    def wait(self, point: Any) -> None:
+        while point is not None and self.made < point:
+            target, source = self.waiting.pop(0)
+            target.copy_(source)
+            self.made += 1
+
+    synchronize = wait
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, pads: list[int], **options: Any) -> Any:
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(pads):
+        mask[row, :count] = 0
+    common = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, **common | options)
+
+
+def prompts(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, variants.VOCABULARY, (batch, tokens), generator=generator)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_split_says_the_same(pair: Pair, data: st.DataObject) -> None:
+    plain, model = pair
+    engine = engine_of(model)
+    assert engine.host_kv is not None
+    batch, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    pads = data.draw(st.lists(st.integers(0, tokens - 1), min_size=batch, max_size=batch))
+    options: dict[str, Any] = {"max_new_tokens": data.draw(st.integers(1, 6))}
+    options |= data.draw(st.sampled_from([{}, {"num_beams": 3}, {"prefill_chunk_size": 3}]))
+    ids = prompts(batch, tokens, data.draw(st.integers(0, 99)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.host_kv, "gpu_sequences", data.draw(st.integers(0, batch)))
+        patch.setattr(engine, "prefill_rows", data.draw(st.sampled_from([None, 1, 2 * tokens])))
+        patch.setattr(engine.host_kv, "copies", late := LateCopies())
+        patch.setattr(engine, "_copies", late)
+        got = generate(model, ids, pads, **options)
+    assert torch.equal(got, generate(plain, ids, pads, **options))
+    assert engine.unserved == {}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", exactness.FUSED)
+def test_every_family(variant_folder: Folder, name: str) -> None:
+    folder = variant_folder(name)
+    plain = comparison.plain_model(folder)
+    asked = {k: v for k, v in comparison.left_padded(name).items() if k != "decoder_input_ids"}
+    asked |= {"max_new_tokens": 6, "do_sample": False}
+    with run(folder, batch_size=2, kv_on_cpu=1) as model:
+        engine = engine_of(model)
+        engine.prefill_rows = 1
+        said = [m.generate(**asked, num_beams=2) for m in (model, plain)]
+        assert torch.equal(*said)
+        assert engine.unserved == {} and engine.cpu_work.steps == 5
+        assert engine.cpu_work.sequences == 3  # of four beams
+
+
+def turns(model: PreTrainedModel, between: Callable[[Any], Any] = lambda cache: cache) -> Any:
+    """Logits of several turns over one cache, of many tokens and of one, each as it is said."""
+    name = exactness.name_of_cache(model)
+    ids, cache, found = prompts(3, 16), None, []
+    with torch.no_grad():
+        for first, last in ((0, 5), (5, 6), (6, 7), (7, 11), (11, 12), (12, 15), (15, 16)):
+            out = model(ids[:, first:last], **{name: cache})
+            found.append(out.logits[:, -1])
+            cache = between(out[name])
+    return torch.stack(found)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return got.shape == want.shape and comparison.spread(got, want) < 1e-5
+
+
+def test_turns_over_one_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = pair
+    engine = engine_of(model)
+    late = LateCopies()
+    monkeypatch.setattr(engine.host_kv, "copies", late)
+    monkeypatch.setattr(engine, "_copies", late)
+    monkeypatch.setattr(engine, "prefill_rows", 1)
+    want = turns(plain)
+    assert close(turns(model), want)
+    assert close(turns(model, copy.deepcopy), want)
+
+
+def test_rows_move_between_the_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reordered, selected, repeated, cropped, also while copies are on their way."""
+    engine = engine_of(pair[1])
+    late = LateCopies()
+    monkeypatch.setattr(engine.host_kv, "copies", late)
+    monkeypatch.setattr(engine, "_copies", late)
+    ids = prompts(3, 12)
+    said = []
+    for model in pair:
+        name = exactness.name_of_cache(model)
+        with torch.no_grad():
+            cache = model(ids[:, :5])[name]
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+            found = [model(ids[:, 5:6], **{name: cache}).logits]
+            cache.batch_repeat_interleave(2)
+            found.append(model(ids[:, 6:7].repeat(2, 1), **{name: cache}).logits)
+            cache.batch_select_indices(torch.tensor([5, 1, 0]))
+            found.append(model(ids[:, 7:9], **{name: cache}).logits[:, -1:])
+            cache.batch_select_indices(torch.tensor([1]))  # on one side from here on
+            found.append(model(ids[:1, 9:10], **{name: cache}).logits)
+            cache.batch_repeat_interleave(2)
+            found.append(model(ids[:2, 10:11], **{name: cache}).logits)
+        said.append(torch.cat(found))
+    assert close(*said)
+
+
+def test_transformers_modules_run_on_the_same_cache(pair: Pair) -> None:
+    plain, model = pair
+    name = exactness.name_of_cache(plain)
+    ids, said = prompts(3, 8), []
+    for m in pair:
+        with torch.no_grad():
+            cache = m(ids[:, :4])[name]
+            m(ids[:, 4:6], output_hidden_states=True, **{name: cache})
+            said.append(m(ids[:, 6:7], **{name: cache}).logits)
+    assert close(*said)
+    assert isinstance(cache.layers[0], KvLayer) and cache.layers[0].rows_on_cpu == 2
+    engine_of(model).unserved.clear()
+
+
+def test_a_small_batch_stays_where_it_is_computed(pair: Pair) -> None:
+    model = pair[1]
+    steps = engine_of(model).cpu_work.steps
+    generate(model, prompts(1, 4), [0], max_new_tokens=3)
+    assert engine_of(model).cpu_work.steps == steps
+    generate(model, prompts(2, 4), [0, 0], max_new_tokens=3)
+    assert engine_of(model).cpu_work.steps == steps + 2
+
+
+def test_memory_is_used_again_and_given_back(
+    variant_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    alloc = host_kv.aio.alloc
+    monkeypatch.setattr(
+        host_kv.aio, "alloc", lambda n, **options: made.append(n) or alloc(n, **options)
+    )
+    with run(variant_folder("llama")) as model:
+        made.clear()
+        generate(model, prompts(2, 3), [0, 0], max_new_tokens=2)
+        config = model.config
+        token = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+        assert made == [3 * 24 * token * 4] * 3  # as planned, though less was needed
+        for batch in (4, 3):
+            generate(model, prompts(batch, 3), [0] * batch, max_new_tokens=20)
+        assert len(made) == 3
+        generate(model, prompts(5, 20), [0] * 5, max_new_tokens=20)  # more than planned
+        gc.collect()
+        free = engine_of(model).host_kv._free
+        assert len(free) == 3 and min(b.nbytes for b in free) > made[0]
+    assert free == []
+
+
+def test_what_cannot_be_is_refused(
+    variant_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = variant_folder("llama")
+    with pytest.raises(ValueError, match="kv_on_cpu=3 of batch_size=2"):
+        run(folder, batch_size=2)
+    with pytest.raises(TypeError, match="kv_on_cpu must be an int"):
+        run(folder, kv_on_cpu=True)
+    with pytest.raises(UnsupportedError, match="kv_on_cpu=3 takes the fused engine"):
+        run(folder, engine="transformers")
+    with pytest.raises(UnsupportedError, match="kv_on_cpu=3 takes the fused engine"):
+        run(variant_folder("mixtral"), engine="auto")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=520, vocab_size=31,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="heads of up to 512 elements, not 520"):
+        run(tmp_path)
+    with run(folder) as model:
+        monkeypatch.setattr(host_kv, "host_memory_available", lambda: 1000)
+        with pytest.raises(BudgetError, match="1000 B are free: lower kv_on_cpu"):
+            generate(model, prompts(2, 3), [0, 0], max_new_tokens=2)
+
+
+@given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 12))
+def test_chunks_cover_all_evenly(first: int, count: int, most: int) -> None:
+    spans = list(prompt._evenly(first, first + count, most))
+    assert [x for a, b in spans for x in range(a, b)] == list(range(first, first + count))
+    sizes = {b - a for a, b in spans}
+    assert not sizes or (max(sizes) <= most and max(sizes) - min(sizes) <= 1)
+
+
+def test_a_pool_that_is_closed_takes_nothing_back() -> None:
+    home = HostKv(0, 64, HostCopies(), False)
+    block = home.borrow(80)
+    keys, _ = block.halves((2, 5), torch.float32)
+    home.close()
+    keys.fill_(3)
+    del block
+    gc.collect()
+    assert home._free == [] and keys.sum() == 30  # a view keeps its memory
