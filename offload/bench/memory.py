@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,3 +55,18 @@ def gpu_peaks(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def peak_of(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes of tensors on `device` at most while `call` runs, beyond those that stood before."""
+    if device.type == "cuda":
+        reset_peaks(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events: Any = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))

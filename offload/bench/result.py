@@ -62,6 +62,7 @@ class Row:
     host_peak: int
     load_seconds: float
     equal: str = ""  # to the resident peer
+    activation_bytes: int | None = None  # at most, of a prefill; where micro-batches are compared
     prefills: list[float] = field(default_factory=list)
     mean_step_seconds: float | None = None  # with the first steps, which `step_seconds` leaves out
 

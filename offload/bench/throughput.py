@@ -20,10 +20,11 @@ from offload.bench.memory import gpu_limit, gpu_peaks, host_peak, reset_peaks
 from offload.bench.peers import PEERS, Peer
 from offload.bench.result import Peaks, Result, Row, machine
 from offload.bench.subject import Sizes, Subject
-from offload.bench.workload import FIRST_STEPS, Timing, Workload, measure
+from offload.bench.workload import FIRST_STEPS, Timing, Workload, activation_bytes, measure
 from offload.config import OffloadConfig
 from offload.measure.compute import hbm_rates, product_rate
 from offload.scheduler.cost import Rates, predict_pass
+from offload.sizes import format_size
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,21 @@ class Setup:
     keep: bool = False
     peers: tuple[str, ...] = ()
     engine: str = "auto"
+    kv_on_cpu: int = 0  # sequences of the batch
     trace: str | None = None  # a file, for what offload does
+    micro_batch: int | None = None  # sequences of each, measured beside one batch of all
 
     def __post_init__(self) -> None:
         unknown = [peer for peer in self.peers if peer not in PEERS]
         if unknown:
             raise ValueError(f"peer {unknown[0]!r} is not known; choose of {', '.join(PEERS)}")
+
+    @property
+    def micro_batches(self) -> dict[str, int]:
+        """The size that was asked for, by the name of its row."""
+        if self.micro_batch is None:
+            return {}
+        return {f"offload-micro-{self.micro_batch}": self.micro_batch}
 
     @property
     def reads_files(self) -> bool:
@@ -67,15 +77,15 @@ class Setup:
             prefetch=self.prefetch,
             batch_size=work.batch,
             max_length=work.prompt + work.gen,
+            kv_on_cpu=self.kv_on_cpu,
         )
 
 
 def run_throughput(subject: Subject, work: Workload, setup: Setup) -> Result:
     """Measure offload, then every peer that was asked for."""
     with _stored(subject, setup) as stored:
-        result, timing = _measure_offload(stored, work, setup)
+        result, timings = _measure_offload(stored, work, setup)
         result.model = subject.name
-        timings = {result.rows[0].peer: timing}
         for name in setup.peers:
             try:
                 row, timings[name] = _measure_peer(PEERS[name], stored, result, setup)
@@ -136,38 +146,41 @@ def _stored(subject: Subject, setup: Setup) -> Iterator[Subject]:
         yield stored
 
 
-def _measure_offload(subject: Subject, work: Workload, setup: Setup) -> tuple[Result, Timing]:
+def _measure_offload(
+    subject: Subject, work: Workload, setup: Setup
+) -> tuple[Result, dict[str, Timing]]:
+    """The result with a row of one batch and, where asked for, one of micro-batches; and the
+    timings of each.
+    """
     device = subject.device
     sizes = Sizes.of(subject.build())
     files: Sequence[Path] = weight_files(Path(subject.folder or "")) if setup.reads_files else ()
     links = copy_rates(device)
     disks = [read_rate(files)] if files else []
     reset_peaks(device)
+    sizes_of_batches = {"offload": None, **setup.micro_batches}
+    found: dict[str, tuple[Timing, Peaks, int | None]] = {}
     with gpu_limit(device, setup.gpu_memory):
         start = time.perf_counter()
         model: Any = subject.offloaded(setup.config(subject, work))
         load = time.perf_counter() - start
-        traced = model.offload.trace(setup.trace) if setup.trace else contextlib.nullcontext()
         with model:
-            with traced:
-                timing = measure(model, work, device)
-            peaks = Peaks(*gpu_peaks(device), host_peak())
+            for name, size in sizes_of_batches.items():
+                if found:
+                    reset_peaks(device)
+                traced = setup.trace if not found else None
+                with model.offload.trace(traced) if traced else contextlib.nullcontext():
+                    timing = measure(model, work, device, size)
+                peaks = Peaks(*gpu_peaks(device), host_peak())
+                activations = None
+                if setup.micro_batch is not None:
+                    activations = activation_bytes(model, work, device, size)
+                found[name] = timing, peaks, activations
             report, plan = model.offload.report(), model.offload.plan
             disks += [read_rate(files)] if files else []
             links += copy_rates(device)
     rates = Rates(
         link=statistics.median(links), disk=statistics.median(disks) if disks else report.rates.disk
-    )
-    row = Row.of(
-        "offload",
-        _where(setup),
-        timing,
-        sizes,
-        work,
-        peaks,
-        load,
-        plan.streamed_bytes,
-        predict_pass(plan, rates),
     )
     result = Result(
         model=subject.name,
@@ -180,10 +193,34 @@ def _measure_offload(subject: Subject, work: Workload, setup: Setup) -> tuple[Re
         link_rate=statistics.median(links),
         disk_rate=rates.disk,
         placement=str(report),
-        rows=[row],
         machine=machine(device),
     )
-    return result, timing
+    where, bound = _where(setup), predict_pass(plan, rates)
+    for name, (timing, peaks, activations) in found.items():
+        row = Row.of(name, where, timing, sizes, work, peaks, load, plan.streamed_bytes, bound)
+        row.activation_bytes = activations
+        result.rows.append(row)
+    timings = {name: timing for name, (timing, _, _) in found.items()}
+    for name in setup.micro_batches:
+        result.notes += _beside_one_batch(result, timings, name)
+    return result, timings
+
+
+def _beside_one_batch(result: Result, timings: dict[str, Timing], name: str) -> list[str]:
+    """What micro-batches cost and save."""
+    whole, parts = (next(r for r in result.rows if r.peer == n) for n in ("offload", name))
+    one = f"one batch of {result.work.batch}"
+    shares = [f"prefill in {parts.prefill_seconds / whole.prefill_seconds:.3f} of the time"]
+    if parts.decode_tokens and whole.decode_tokens:
+        shares.append(f"decode at {parts.decode_tokens / whole.decode_tokens:.3f} of the rate")
+    shares.append(f"all tokens at {parts.total_tokens / whole.total_tokens:.3f} of the rate")
+    a, b = parts.activation_bytes or 0, whole.activation_bytes or 1
+    return [
+        f"{name} beside {one}: {', '.join(shares)}",
+        f"{name} beside {one}: {_compare(timings[name], timings['offload'], 'it')}",
+        f"activations of a prefill at most: {format_size(a)}, {a / b:.3f} of the "
+        f"{format_size(b)} of {one}",
+    ]
 
 
 def _measure_peer(peer: Peer, subject: Subject, result: Result, setup: Setup) -> tuple[Row, Timing]:
@@ -208,11 +245,11 @@ def _where(setup: Setup) -> str:
     return setup.device_map if isinstance(setup.device_map, str) else "as given"
 
 
-def _compare(found: Timing, wanted: Timing) -> str:
+def _compare(found: Timing, wanted: Timing, to: str = "resident") -> str:
     """Whether two runs computed the same, in words."""
     assert found.tokens is not None and wanted.tokens is not None
     same = int((found.tokens == wanted.tokens).sum())
-    tokens = f"{same} of {wanted.tokens.numel()} tokens equal to resident"
+    tokens = f"{same} of {wanted.tokens.numel()} tokens equal to {to}"
     pairs = list(zip(found.logits, wanted.logits, strict=True))
     if all(torch.equal(a, b) for a, b in pairs):
         return f"{tokens}, logits equal"

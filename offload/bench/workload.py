@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+
+from offload.bench.memory import peak_of
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 32, 2
 FIRST_STEPS = 3  # of a generation, in which calls are made and graphs are captured
@@ -109,38 +113,86 @@ class _Stamps:
         return scores
 
 
-def measure(model: PreTrainedModel, work: Workload, device: torch.device) -> Timing:
-    """Warm up with two tokens after short prompts, then generate greedily `repeat` times."""
+def measure(
+    model: PreTrainedModel, work: Workload, device: torch.device, micro_batch: int | None = None
+) -> Timing:
+    """Warm up with two tokens after short prompts, then generate greedily `repeat` times.
+
+    `micro_batch`: sequences of a micro-batch of an offloaded model; None: one batch.
+    """
     clock = Clock(device)
     # No end token: every run makes all its tokens.
     model.generation_config = GenerationConfig(pad_token_id=0)
     prompts = work.prompts(model.config.get_text_config(decoder=True).vocab_size, device)
     short = prompts[:, : min(WARM_UP_PROMPT, work.prompt)].contiguous()
-    _generate(model, short, WARM_UP_TOKENS, None)
+    _generate(model, short, WARM_UP_TOKENS, micro_batch, list)
     timing = Timing()
     for _ in range(work.repeat):
-        stamps = _Stamps(clock, work.gen)
+        made: list[_Stamps] = []  # of each micro-batch
+
+        def processors(made: list[_Stamps] = made) -> list[_Stamps]:
+            made.append(_Stamps(clock, work.gen))
+            return made[-1:]
+
         clock.synchronize()
         start = clock.stamp()
-        output = _generate(model, prompts, work.gen, stamps)
+        output = _generate(model, prompts, work.gen, micro_batch, processors)
         stop = clock.stamp()
         clock.synchronize()
-        times = [clock.seconds(start, t) for t in stamps.stamps]
+        # The last micro-batch has each token last.
+        times = [clock.seconds(start, t) for t in made[-1].stamps]
         timing.prefills.append(times[0])
         steps = [b - a for a, b in itertools.pairwise(times)]
         timing.steps += steps
         timing.later_steps += steps[FIRST_STEPS:]
         timing.totals.append(clock.seconds(start, stop))
         timing.tokens = output[:, work.prompt :].cpu()
-        timing.logits = [scores.cpu() for scores in stamps.scores]
+        scores = zip(*(stamps.scores for stamps in made), strict=True)
+        timing.logits = [torch.cat(of_each).cpu() for of_each in scores]
     return timing
 
 
-def _generate(model: Any, ids: torch.Tensor, new: int, stamps: _Stamps | None) -> torch.Tensor:
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        logits_processor=[] if stamps is None else [stamps],
-    )
+def _generate(
+    model: Any,
+    ids: torch.Tensor,
+    new: int,
+    micro_batch: int | None,
+    processors: Callable[[], list[_Stamps]],
+) -> torch.Tensor:
+    """All tokens [batch, tokens]; `processors` makes the logits processors of a micro-batch."""
+
+    def generate(rows: torch.Tensor) -> torch.Tensor:
+        return model.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            max_new_tokens=new,
+            do_sample=False,
+            logits_processor=processors(),
+        )
+
+    if micro_batch is None:
+        return generate(ids)
+    calls = [partial(generate, rows) for rows in ids.split(micro_batch)]
+    return torch.cat(model.offload.together(calls))
+
+
+def activation_bytes(
+    model: Any, work: Workload, device: torch.device, micro_batch: int | None = None
+) -> int:
+    """Peak memory of a prefill through the layers beyond what stood before, none of it kept: no
+    cache, no logits.
+    """
+    prompts = work.prompts(model.config.get_text_config(decoder=True).vocab_size, device)
+
+    def prefill(rows: torch.Tensor) -> None:
+        model.base_model(rows, attention_mask=torch.ones_like(rows), use_cache=False)
+
+    def run() -> None:
+        with torch.no_grad():
+            if micro_batch is None:
+                prefill(prompts)
+            else:
+                pieces = prompts.split(micro_batch)
+                model.offload.together([partial(prefill, rows) for rows in pieces])
+
+    return peak_of(run, device)

@@ -71,6 +71,12 @@ def _add_throughput(benchmarks: Any) -> None:
     work.add_argument("--prompt-len", type=positive, default=512, metavar="N")
     work.add_argument("--gen-len", type=positive, default=32, metavar="N")
     work.add_argument("--repeat", type=positive, default=1, metavar="N", help="take medians of N")
+    work.add_argument(
+        "--micro-batch",
+        type=positive,
+        metavar="N",
+        help="also in micro-batches of N sequences, beside one batch: tokens/s, peak activations",
+    )
     add_weights(work)
     add_placement(parser)
     parser.set_defaults(device_map="cpu")
@@ -90,6 +96,14 @@ def _add_throughput(benchmarks: Any) -> None:
     )
     parser.add_argument(
         "--engine", default="auto", metavar="NAME", help="auto, fused, or transformers"
+    )
+    parser.add_argument(
+        "--kv-on-cpu",
+        type=count,
+        default=0,
+        metavar="N",
+        help="sequences of the batch that keep keys and values in CPU memory, where CPU cores "
+        "attend to them (default: 0)",
     )
     add_trace(parser)
     other = parser.add_mutually_exclusive_group()
@@ -139,8 +153,12 @@ def _throughput(args: argparse.Namespace) -> int:
         keep=args.keep,
         peers=tuple(args.peer),
         engine=args.engine,
+        kv_on_cpu=args.kv_on_cpu,
         trace=args.trace,
+        micro_batch=args.micro_batch,
     )
+    if args.micro_batch and (args.overhead or args.cold_start):
+        raise ValueError("--micro-batch belongs to the measurement of throughput itself")
     if args.trace and (args.overhead or args.cold_start):
         raise ValueError("--trace belongs to the measurement of throughput itself")
     result: Any

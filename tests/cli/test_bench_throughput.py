@@ -71,6 +71,17 @@ def test_accelerate_runs_the_same_weights(program: Any) -> None:
     assert "6 of 6 tokens equal" in found["rows"][1]["equal"]
 
 
+def test_micro_batches_are_measured_beside_one_batch(program: Any) -> None:
+    whole, parts = bench(program, "--batch", 6, "--micro-batch", 2)["rows"]
+    assert (whole["peer"], parts["peer"]) == ("offload", "offload-micro-2")
+    assert 0 < parts["activation_bytes"] < 0.7 * whole["activation_bytes"]
+    named = ("bench", "throughput", "--shape", "tiny", "--device", "cpu", *WORK)
+    done = program(*named, "--micro-batch", 1, "--peer", "resident")
+    notes = [line for line in done.out.splitlines() if line.startswith("note: offload-micro-1")]
+    assert "of the rate" in notes[0] and "6 of 6 tokens equal to it" in notes[1]
+    assert "note: activations of a prefill at most:" in done.out
+
+
 def test_the_table_has_a_line_for_every_peer(program: Any) -> None:
     named = ("bench", "throughput", "--shape", "tiny", "--device", "cpu")
     done = program(*named, *WORK, "--peer", "resident")
