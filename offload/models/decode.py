@@ -229,13 +229,14 @@ class DecodeSession:
             )
         inner = self._rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
         if spec.parallel:  # the MLP reads what came in, before anything is added to it
-            self._widen(chain, spec, weights, inner)
+            self._widen(chain, spec, weights, inner, None)
         if join is not None:
             chain.put(join)
         norms = weights.attention_norm_out, weights.attention_sum_norm
-        self._add(chain, attended, weights.attention_out, *norms)
+        next_norm = None if spec.parallel else weights.mlp_norm
+        normed = self._add(chain, attended, weights.attention_out, *norms, next_norm)
         if not spec.parallel:
-            self._widen(chain, spec, weights, inner)
+            self._widen(chain, spec, weights, inner, normed)
         self._add(chain, inner, weights.mlp_out, weights.mlp_norm_out, weights.mlp_sum_norm)
         return chain.calls
 
@@ -270,16 +271,21 @@ class DecodeSession:
         )
 
     def _widen(
-        self, chain: _Chain, spec: LayerSpec, weights: LayerWeights, inner: torch.Tensor
+        self,
+        chain: _Chain,
+        spec: LayerSpec,
+        weights: LayerWeights,
+        inner: torch.Tensor,
+        normed: torch.Tensor | None,
     ) -> None:
-        """inner = the first half of the MLP."""
+        """inner = the first half of the MLP, of what its norm made of `hidden` if that was done."""
         self._multiply(
             chain,
-            self.entry.hidden,
+            self.entry.hidden if normed is None else normed,
             weights.mlp_in,
             inner,
             bias=weights.mlp_in.bias,
-            norm=weights.mlp_norm,
+            norm=weights.mlp_norm if normed is None else None,
             activation=spec.activation,
             gated=spec.gated,
         )
@@ -291,8 +297,12 @@ class DecodeSession:
         product: Product,
         branch_norm: Norm | None,
         sum_norm: Norm | None,
-    ) -> None:
-        """hidden = sum_norm(hidden + branch_norm(product of `into`))."""
+        next_norm: Norm | None = None,
+    ) -> torch.Tensor | None:
+        """hidden = sum_norm(hidden + branch_norm(product of `into`)).
+
+        Returns what `next_norm` makes of it where a kernel passes by that can do it.
+        """
         hidden = self.entry.hidden
         if branch_norm is None and sum_norm is None:
             bias = product.bias
@@ -300,20 +310,24 @@ class DecodeSession:
                 chain, into, product, hidden, bias=bias, residual=hidden, keep_statistics=True
             )
             chain.hidden_is_written()
-            return
+            return None
         branch = self._rows("branch", hidden.shape[1])
         self._multiply(chain, into, product, branch)
+        normed = None
+        if sum_norm is None and next_norm is not None:
+            normed = self._rows("normed", hidden.shape[1])
         chain.add(
             ResidualNorm,
             residual=hidden,
             branch=branch,
             bias=product.bias,
             branch_norm=branch_norm,
-            norm=sum_norm,
+            norm=next_norm if sum_norm is None else sum_norm,
             sum_out=hidden if sum_norm is None else None,
-            out=None if sum_norm is None else hidden,
+            out=normed if sum_norm is None else hidden,
         )
         chain.hidden_is_written()
+        return normed
 
     def _multiply(
         self,
