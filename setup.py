@@ -32,12 +32,14 @@ CUDA_ARCHITECTURES = ("80", "90")
 # has before it runs one. Never -march=native: what was built here may run elsewhere.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 HOST_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-fno-exceptions"]
 HOST_FLAGS += ["-fno-rtti", "-fno-threadsafe-statics"]
 X86_PATHS = {
     "path_avx2": AVX2,
     "path_avx512": AVX512,
-    "path_avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "path_avx512_bf16": AVX512_BF16,
+    "path_amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 
 

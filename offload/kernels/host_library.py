@@ -26,12 +26,12 @@ import torch
 from offload.kernels.library import KernelError
 
 FILE = Path(__file__).with_name("_host_kernels.so")
-ABI = 1
+ABI = 2
 
 QUERY_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_DTYPES = {**QUERY_DTYPES, torch.int8: 3}
 # Instructions that a call may be told to use; "auto": the last that the CPU can run.
-PATHS = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}
+PATHS = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
 # Where lines that are asked for ahead go; "auto": the library's choice.
 PREFETCHES = {"auto": -1, "none": 0, "l1": 1, "l2": 2, "nta": 3}
 

@@ -11,6 +11,8 @@ class Ahead {
         : kind_(call.prefetch < 0 ? OFFLOAD_HOST_PREFETCH_L1 : call.prefetch),
           distance_(call.prefetch_distance > 0 ? call.prefetch_distance : 2048) {}
 
+    void stop() { kind_ = OFFLOAD_HOST_PREFETCH_NONE; }
+
     int64_t distance() const { return kind_ == OFFLOAD_HOST_PREFETCH_NONE ? 0 : distance_; }
 
     void enter(const char* end, const char* next) {
@@ -35,8 +37,8 @@ class Ahead {
     }
 
   private:
-    const int kind_;
-    const int64_t distance_;
+    int kind_;
+    int64_t distance_;
     const char* end_ = nullptr;
     const char* next_ = nullptr;
 };

@@ -11,7 +11,11 @@
 
 #include "floats.hpp"
 #if defined(OFFLOAD_HOST_PAIRS)
+#include "integers.hpp"
 #include "pairs.hpp"
+#endif
+#if defined(OFFLOAD_HOST_TILES)
+#include "tiles.hpp"
 #endif
 
 namespace {
@@ -31,7 +35,7 @@ void weigh(const Job& job, const Item& item, const Work& w) {
     for (int g = 0; g < w.group; g++) {
         float* const scores = w.scores + g * w.padded_columns;
         const float slope = c.slopes == nullptr ? 0 : c.slopes[item.head * w.group + g];
-        const float scale = c.scale * w.query_scales[g];
+        const float scale = c.scale * w.code_scales[g];
         V top = all(-INFINITY);
         for (int64_t t = 0; t < padded; t += kLanes) {
             V score = Simd::load(scores + t) * scale;
@@ -104,6 +108,7 @@ void attend(Job& job, int worker) {
     w.lay_out(job.group, c.head_dim, job.chunk, job.scratch + worker * job.scratch_floats);
     const int64_t row_bytes = int64_t(w.dim) * sizeof(typename Kind::T);
 
+    Kind::begin();
     Ahead ahead(c);
     Item item, next;
     for (bool any = take(job, &item); any; item = next) {
@@ -115,7 +120,7 @@ void attend(Job& job, int worker) {
         ahead.enter(item.keys + bytes, item.values);
         Kind::read_keys(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
         weigh(job, item, w);
-        Kind::encode_weights(w, columns);
+        Kind::begin_values(w, columns);
         // The next item is taken as late as the lines ahead allow, so that no thread sits on one.
         const int64_t tail = (ahead.distance() + row_bytes - 1) / row_bytes;
         const int middle =
@@ -125,7 +130,7 @@ void attend(Job& job, int worker) {
         any = take(job, &next);
         ahead.enter(item.values + bytes, any ? next.keys : nullptr);
         Kind::read_values(w, reinterpret_cast<Rows>(item.values), middle, columns, ahead);
-        Kind::finish(w);
+        Kind::end_values(w, columns);
         if (item.parts == 1) {
             merge(job, item, w, w.sums);
             continue;
@@ -135,6 +140,7 @@ void attend(Job& job, int worker) {
         __builtin_memcpy(first + item.part * floats, w.sums, size_t(floats) * sizeof(float));
         if (last_part(job, item)) merge(job, item, w, first);
     }
+    Kind::end();
 }
 
 // Adds up the words of what attend() would read, in the same order and with the same prefetches.
@@ -181,9 +187,19 @@ void read_only(Job& job, int) {
 
 void run(Job& job, int worker) {
     if (job.call.read_only) return read_only(job, worker);
+    [[maybe_unused]] const bool halves = job.call.query_dtype != OFFLOAD_HOST_F32;
+#if defined(OFFLOAD_HOST_TILES)
+    if (halves && job.group >= kLeastGroup && job.call.head_dim % kChunkDims == 0 &&
+        job.chunk <= kMostSummed) {
+        if (job.call.cache_dtype == OFFLOAD_HOST_BF16) return attend<Tiles<HalfTiles>>(job, worker);
+        if (job.call.cache_dtype == OFFLOAD_HOST_I8) return attend<Tiles<WholeTiles>>(job, worker);
+    }
+#endif
 #if defined(OFFLOAD_HOST_PAIRS)
     if (job.call.cache_dtype == OFFLOAD_HOST_BF16 && job.call.query_dtype == OFFLOAD_HOST_BF16)
         return attend<Pairs>(job, worker);
+    if (job.call.cache_dtype == OFFLOAD_HOST_I8 && halves && job.chunk <= kMostSummed)
+        return attend<Integers>(job, worker);
 #endif
     switch (job.call.cache_dtype) {
         case OFFLOAD_HOST_F32:

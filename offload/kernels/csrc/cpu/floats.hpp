@@ -204,14 +204,16 @@ struct Floats {
     typedef typename Cache::T T;
     static constexpr int together = 1;  // columns whose values are added at once
 
+    static void begin() {}
+    static void end() {}
     static void prepare(const Work& w) {
-        for (int g = 0; g < w.group; g++) w.query_scales[g] = 1;
+        for (int g = 0; g < w.group; g++) w.code_scales[g] = 1;
         if (Cache::mixed) mix(w, w.queries, false);
     }
     static void read_keys(const Work& w, const T* keys, int columns, const Ahead& ahead) {
         score_keys<Floats>(w, keys, columns, ahead);
     }
-    static void encode_weights(const Work& w, int) {
+    static void begin_values(const Work& w, int) {
         __builtin_memset(w.sums, 0, size_t(w.group) * w.padded_dim * sizeof(float));
     }
     // Of columns [from, to).
@@ -221,7 +223,7 @@ struct Floats {
             values_in_turns<kQueries>(w, values + int64_t(t) * w.dim, t,
                                       to - t < most ? to - t : most, 0, ahead);
     }
-    static void finish(const Work& w) {
+    static void end_values(const Work& w, int) {
         if (Cache::mixed) mix(w, w.sums, true);
     }
 

@@ -80,5 +80,6 @@ void run_portable(Job& job, int worker);
 void run_avx2(Job& job, int worker);
 void run_avx512(Job& job, int worker);
 void run_avx512_bf16(Job& job, int worker);
+void run_amx(Job& job, int worker);
 
 }  // namespace offload_host

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace offload_host {
@@ -14,12 +16,21 @@ namespace {
 using Run = void (*)(Job& job, int worker);
 
 #if defined(__x86_64__)
-constexpr Run kRuns[OFFLOAD_HOST_PATHS] = {nullptr, run_portable, run_avx2, run_avx512,
-                                           run_avx512_bf16};
+constexpr Run kRuns[OFFLOAD_HOST_PATHS] = {nullptr,    run_portable,    run_avx2,
+                                           run_avx512, run_avx512_bf16, run_amx};
 
 bool has_f16c() {
     unsigned a, b, c = 0, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+// Tiles of bf16 and int8; the system keeps what they hold only for processes that ask for it.
+bool has_tiles() {
+    constexpr int kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+    unsigned a, b, c, d = 0;
+    const unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted &&
+           syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 }
 
 int32_t supported() {
@@ -32,11 +43,14 @@ int32_t supported() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return paths;
     paths |= 1 << OFFLOAD_HOST_AVX512;
-    if (__builtin_cpu_supports("avx512bf16")) paths |= 1 << OFFLOAD_HOST_AVX512_BF16;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni"))
+        return paths;
+    paths |= 1 << OFFLOAD_HOST_AVX512_BF16;
+    if (has_tiles()) paths |= 1 << OFFLOAD_HOST_AMX;
     return paths;
 }
 #else
-constexpr Run kRuns[OFFLOAD_HOST_PATHS] = {nullptr, run_portable, nullptr, nullptr, nullptr};
+constexpr Run kRuns[OFFLOAD_HOST_PATHS] = {nullptr, run_portable};
 
 int32_t supported() { return 1 << OFFLOAD_HOST_PORTABLE; }
 #endif

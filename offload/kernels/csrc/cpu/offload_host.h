@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define OFFLOAD_HOST_ABI 1
+#define OFFLOAD_HOST_ABI 2
 
 enum OffloadHostDtype {
     OFFLOAD_HOST_F32 = 0,
@@ -27,8 +27,9 @@ enum OffloadHostPath {
     OFFLOAD_HOST_PORTABLE = 1,
     OFFLOAD_HOST_AVX2 = 2,  // with FMA and F16C
     OFFLOAD_HOST_AVX512 = 3,
-    OFFLOAD_HOST_AVX512_BF16 = 4,  // products of bf16 pairs where query and cache are bf16
-    OFFLOAD_HOST_PATHS = 5
+    OFFLOAD_HOST_AVX512_BF16 = 4,  // with VNNI: products of bf16 pairs, of bytes
+    OFFLOAD_HOST_AMX = 5,          // with these, and tiles where a group has many queries
+    OFFLOAD_HOST_PATHS = 6
 };
 enum OffloadHostPrefetch {
     OFFLOAD_HOST_PREFETCH_NONE = 0,

@@ -17,7 +17,7 @@ OFFLOAD_APART void dots_of_pairs(const Work& w, const uint16_t* rows, int count,
 #pragma GCC unroll 8
     for (int g = 0; g < Q; g++)
 #pragma GCC unroll 8
-        for (int i = 0; i < N; i++) query[g][i] = load(queries + int64_t(g) * w.padded_dim + d, i);
+        for (int i = 0; i < N; i++) query[g][i] = load(queries + int64_t(g) * w.wide_dim + d, i);
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const uint16_t* const row = rows + int64_t(r) * w.dim + d;
@@ -39,11 +39,11 @@ OFFLOAD_APART void dots_of_pairs(const Work& w, const uint16_t* rows, int count,
 struct Pairs : Floats<BF16> {
     static void prepare(const Work& w) {
         for (int g = 0; g < w.group; g++) {
-            w.query_scales[g] = 1;
+            w.code_scales[g] = 1;
             for (int d = 0; d < w.padded_dim; d++) {
                 uint32_t bits;
                 __builtin_memcpy(&bits, w.queries + int64_t(g) * w.padded_dim + d, 4);
-                w.codes[int64_t(g) * w.padded_dim + d] = uint16_t(bits >> 16);
+                w.codes[int64_t(g) * w.wide_dim + d] = uint16_t(bits >> 16);
             }
         }
     }
@@ -53,7 +53,7 @@ struct Pairs : Floats<BF16> {
     template <int Q>
     static void dots_of(const Work& w, const T* rows, int count, int g, V* sums,
                         const Ahead* ahead) {
-        const uint16_t* const queries = w.codes + int64_t(g) * w.padded_dim;
+        const uint16_t* const queries = w.codes + int64_t(g) * w.wide_dim;
         constexpr int kStep = 2 * kLanes;
         int d = 0;
         for (; d + 4 * kStep <= w.dim; d += 4 * kStep, ahead = nullptr)

@@ -12,17 +12,17 @@ constexpr int kBlockRows = 2 * kBlock;
 constexpr int64_t kTileBytes = 1024;
 
 struct Work {
-    int group, dim, padded_dim;
+    int group, dim, padded_dim, wide_dim;
     int64_t padded_columns;
 
-    float* queries;       // [group, padded_dim]
-    float* query_scales;  // [group]: a score is this times what the products give
-    uint16_t* codes;      // the queries as the products want them: [blocks, kBlockRows, padded_dim]
-    float* sums;          // [group, padded_dim], tops [group], totals [group]: a part
-    float* scores;        // [group, padded_columns], then the weights of the values
-    uint16_t* weights;    // these as the products want them: [blocks, kBlockRows, padded_columns]
-    float* raw;           // sums as the products leave them: [blocks, kBlockRows, padded_dim]
-    char* tiles;          // [16, kTileBytes]
+    float* queries;      // [group, padded_dim]
+    float* code_scales;  // [group]: what the products give, times this, is a score (then: a sum)
+    uint16_t* codes;     // the queries as the products want them: [blocks, kBlockRows, wide_dim]
+    float* sums;         // [group, padded_dim], tops [group], totals [group]: a part
+    float* scores;       // [group, padded_columns], then the weights of the values
+    uint16_t* weights;   // these as the products want them: [blocks, kBlockRows, padded_columns]
+    float* raw;          // sums as the products leave them: [blocks, kBlockRows, wide_dim]
+    char* tiles;         // [16, kTileBytes]
 
     float* tops() const { return sums + int64_t(group) * padded_dim; }
     float* totals() const { return tops() + group; }
@@ -33,6 +33,7 @@ struct Work {
         group = group_;
         dim = dim_;
         padded_dim = int(padded(dim, 16));
+        wide_dim = int(padded(dim, 64));
         padded_columns = padded(chunk, 64);
         const int64_t rows = padded(group, kBlock), matrix = int64_t(group) * padded_dim;
         int64_t floats = 0;
@@ -42,12 +43,12 @@ struct Work {
             return at;
         };
         queries = take(matrix);
-        query_scales = take(group);
-        codes = reinterpret_cast<uint16_t*>(take(rows * padded_dim));
+        code_scales = take(group);
+        codes = reinterpret_cast<uint16_t*>(take(rows * wide_dim));
         sums = take(matrix + 2 * group);
         scores = take(group * padded_columns);
         weights = reinterpret_cast<uint16_t*>(take(rows * padded_columns));
-        raw = take(2 * rows * padded_dim);
+        raw = take(2 * rows * wide_dim);
         tiles = reinterpret_cast<char*>(take(16 * kTileBytes / 4));
         return floats;
     }

@@ -1,0 +1,301 @@
+// Groups of many queries by AMX: products of tiles, sixteen rows of 64 bytes each.
+//
+// For keys a tile of sixteen rows of the cache, as they lie, is multiplied with eight queries, each
+// as a high and a low piece: sixteen columns. For values the weights are the rows, eight high ones
+// and eight low ones, and the cache's rows are made columns: two of bf16 or four of int8 next to
+// each other, by shuffles on the way through L1.
+#pragma once
+#include "integers.hpp"
+
+namespace {
+
+using offload_host::kBlock;
+using offload_host::kBlockRows;
+using offload_host::kTileBytes;
+
+constexpr int kLeastGroup = 4;  // queries from which on tiles take less time than vectors
+constexpr int kTileRow = 64;    // bytes
+constexpr int kChunkDims = 64;  // elements of a row that four tiles of sums are for
+
+alignas(64) const char kZeroRow[2 * kTileRow] = {};
+
+// All eight tiles: sixteen rows of 64 bytes.
+inline void configure_tiles() {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    static_assert(sizeof config == 64);
+    _tile_loadconfig(&config);
+}
+
+struct WholeTiles {  // of int8, with codes of 16 bits
+    typedef int8_t T;
+    typedef I Sums;
+    static constexpr int columns = 64;  // of a tile of weights
+    static float encode(const float* from, int count, char* to, int64_t apart) {
+        return ::encode(from, count, reinterpret_cast<int8_t*>(to), apart);
+    }
+    static V scores(I high, I low) { return Simd::to_float((high << 8) + low); }
+    static float sum(int32_t high, int32_t low) { return 256.0f * float(high) + float(low); }
+    // Where of 64 sums that of element `d` is.
+    static int place(int d) { return d / 4 % 4 * 16 + d / 16 * 4; }
+    // Four rows make a row of four tiles.
+    static void interleave(const char* const (&rows)[4], char* to) {
+        Simd::P block[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            block[i] = Simd::load_bytes(reinterpret_cast<const int8_t*>(rows[i]));
+        Simd::interleave(block);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) Simd::store_bytes(to + i * kTileBytes, block[i]);
+    }
+};
+
+struct HalfTiles {  // of bf16, with pieces of bf16
+    typedef uint16_t T;
+    typedef V Sums;
+    static constexpr int columns = 32;
+    static float encode(const float* from, int count, char* to, int64_t apart) {
+        V lane;
+        for (int i = 0; i < kLanes; i++) lane[i] = float(i);
+        for (int d = 0; d < count || d % columns != 0; d += kLanes) {
+            const V x = d < count ? Simd::load(from + d) : V{};
+            Simd::store_pieces(lane < float(count - d) ? x : V{}, to + 2 * d, to + apart + 2 * d);
+        }
+        return 1;
+    }
+    static V scores(V high, V low) { return high + low; }
+    static float sum(float high, float low) { return high + low; }
+    static int place(int d) { return d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4; }
+    // Two rows make a row of four tiles.
+    static void interleave(const char* const (&rows)[2], char* to) {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const Simd::P a = Simd::load_bytes(reinterpret_cast<const int8_t*>(rows[0]) + i * 64);
+            const Simd::P b = Simd::load_bytes(reinterpret_cast<const int8_t*>(rows[1]) + i * 64);
+            Simd::store_bytes(to + 2 * i * kTileBytes, Simd::low_halves(a, b));
+            Simd::store_bytes(to + (2 * i + 1) * kTileBytes, Simd::high_halves(a, b));
+        }
+    }
+};
+
+template <class Form>
+struct Tiles {
+    typedef typename Form::T T;
+    typedef typename Form::Sums Sums;
+    static constexpr int kBytes = sizeof(T);
+    static constexpr int kColumns = Form::columns;  // of a tile of weights
+    static constexpr int kRowsOfOne = 4 / kBytes;   // of the cache, in a tile's row
+    static constexpr int together = 4 * kColumns;
+
+    static void begin() { configure_tiles(); }
+    static void end() { _tile_release(); }
+
+    static int64_t row_of(int g) { return int64_t(g) / kBlock * kBlockRows + g % kBlock; }
+    static int blocks(const Work& w) { return (w.group + kBlock - 1) / kBlock; }
+
+    // Codes, then these as tiles: row k of a tile has word k of each query.
+    static void prepare(const Work& w) {
+        const int64_t row_bytes = int64_t(w.wide_dim) * kBytes;
+        char* const rows = reinterpret_cast<char*>(w.raw);
+        for (int g = 0; g < w.group; g++)
+            w.code_scales[g] = Form::encode(w.queries + int64_t(g) * w.padded_dim, w.dim,
+                                            rows + row_of(g) * row_bytes, kBlock * row_bytes);
+        const int64_t words = row_bytes / 4;
+        for (int b = 0; b < blocks(w); b++) {
+            const uint32_t* const from = reinterpret_cast<uint32_t*>(rows + b * 16 * row_bytes);
+            uint32_t* const to = reinterpret_cast<uint32_t*>(w.codes) + b * 16 * words;
+            for (int64_t k = 0; k < words; k++)
+                for (int n = 0; n < kBlockRows; n++) to[k * 16 + n] = from[n * words + k];
+        }
+    }
+
+    static void read_keys(const Work& w, const T* keys, int columns, const Ahead& ahead) {
+        const char* const rows = reinterpret_cast<const char*>(keys);
+        const int64_t row_bytes = int64_t(w.dim) * kBytes;
+        int t = 0;
+        for (; t + 64 <= columns; t += 64) keys_of<4>(w, rows + t * row_bytes, row_bytes, t, ahead);
+        for (; t + 16 <= columns; t += 16) keys_of<1>(w, rows + t * row_bytes, row_bytes, t, ahead);
+        if (t == columns) return;
+        if (columns >= 16) {  // the last few are looked at again with those before them
+            t = columns - 16;
+            return keys_of<1>(w, rows + t * row_bytes, row_bytes, t, ahead);
+        }
+        char some[16 * 512 * 2];
+        __builtin_memcpy(some, rows, size_t(columns * row_bytes));
+        __builtin_memset(some + columns * row_bytes, 0, size_t((16 - columns) * row_bytes));
+        Ahead none = ahead;
+        none.stop();
+        keys_of<1>(w, some, row_bytes, 0, none);
+    }
+
+    static void begin_values(const Work& w, int columns) {
+        const int64_t row_bytes = w.padded_columns * kBytes;
+        for (int g = 0; g < w.group; g++) {
+            char* const row = reinterpret_cast<char*>(w.weights) + row_of(g) * row_bytes;
+            w.code_scales[g] =
+                Form::encode(w.scores + g * w.padded_columns, columns, row, kBlock * row_bytes);
+        }
+        __builtin_memset(w.raw, 0, size_t(blocks(w)) * kBlockRows * w.wide_dim * 4);
+    }
+
+    static void read_values(const Work& w, const T* values, int from, int to, const Ahead& ahead) {
+        for (int t = from; t < to; t += together)
+            for (int d = 0; d < w.dim; d += kChunkDims)
+                add_values(w, values + int64_t(t) * w.dim + d, t,
+                           to - t < together ? to - t : together, d, ahead);
+    }
+
+    static void end_values(const Work& w, int) {
+        typedef decltype(Sums{}[0] + Sums{}[0]) Sum;
+        for (int g = 0; g < w.group; g++) {
+            const Sum* const high = reinterpret_cast<Sum*>(w.raw) + row_of(g) * w.wide_dim;
+            const Sum* const low = high + int64_t(kBlock) * w.wide_dim;
+            float* const sums = w.sums + int64_t(g) * w.padded_dim;
+            for (int d = 0; d < w.dim; d += 4) {
+                const int from = d - d % kChunkDims + Form::place(d % kChunkDims);
+                for (int i = 0; i < 4; i++)
+                    sums[d + i] = Form::sum(high[from + i], low[from + i]) * w.code_scales[g];
+            }
+        }
+    }
+
+  private:
+    // Scores of 16 N keys.
+    template <int N>
+    OFFLOAD_APART static void keys_of(const Work& w, const char* rows, int64_t row_bytes, int t,
+                                      const Ahead& ahead) {
+        const int64_t next = 16 * row_bytes;  // tile
+        for (int b = 0; b < blocks(w); b++) {
+            const char* queries = reinterpret_cast<char*>(w.codes) + b * 16 * row_bytes;
+            const char* touched = b == 0 ? rows : nullptr;
+            const auto touch = [&] {
+                if (touched == nullptr) return;
+                ahead.touch(touched, kTileBytes);
+                touched += kTileBytes;
+            };
+            _tile_zero(0);
+            if constexpr (N == 4) {
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int64_t d = 0; d < row_bytes; d += kTileRow, queries += kTileBytes) {
+                const char* const at = rows + d;
+                _tile_loadd(4, queries, kTileRow);
+                touch();
+                _tile_loadd(5, at, row_bytes);
+                if constexpr (kBytes == 1)
+                    _tile_dpbssd(0, 5, 4);
+                else
+                    _tile_dpbf16ps(0, 5, 4);
+                if constexpr (N == 4) {
+                    touch();
+                    _tile_loadd(6, at + next, row_bytes);
+                    if constexpr (kBytes == 1)
+                        _tile_dpbssd(1, 6, 4);
+                    else
+                        _tile_dpbf16ps(1, 6, 4);
+                    touch();
+                    _tile_loadd(7, at + 2 * next, row_bytes);
+                    if constexpr (kBytes == 1)
+                        _tile_dpbssd(2, 7, 4);
+                    else
+                        _tile_dpbf16ps(2, 7, 4);
+                    touch();
+                    _tile_loadd(5, at + 3 * next, row_bytes);
+                    if constexpr (kBytes == 1)
+                        _tile_dpbssd(3, 5, 4);
+                    else
+                        _tile_dpbf16ps(3, 5, 4);
+                }
+            }
+            _tile_stored(0, w.tiles, kTileRow);
+            if constexpr (N == 4) {
+                _tile_stored(1, w.tiles + kTileBytes, kTileRow);
+                _tile_stored(2, w.tiles + 2 * kTileBytes, kTileRow);
+                _tile_stored(3, w.tiles + 3 * kTileBytes, kTileRow);
+            }
+            for (int i = 0; i < N; i++)
+                put_scores(w, w.tiles + i * kTileBytes, b * kBlock, t + 16 * i);
+        }
+    }
+
+    // A row a key becomes a row a query.
+    static void put_scores(const Work& w, const char* tile, int g, int t) {
+        V rows[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            rows[i] = Simd::load(reinterpret_cast<const float*>(tile) + 16 * i);
+        Simd::transpose(rows);
+        const int count = w.group - g < kBlock ? w.group - g : kBlock;
+        float* const scores = w.scores + g * w.padded_columns + t;
+#pragma GCC unroll 8
+        for (int i = 0; i < kBlock; i++)
+            if (i < count)
+                store(scores + i * w.padded_columns,
+                      Form::scores((Sums)rows[i], (Sums)rows[kBlock + i]));
+    }
+
+    // Of `count` columns from t on, elements d to d + kChunkDims: tiles of them, then products.
+    OFFLOAD_APART static void add_values(const Work& w, const T* values, int t, int count, int d,
+                                         const Ahead& ahead) {
+        for (int r = 0; r < count; r += kColumns) {
+            char* const to = w.tiles + r / kColumns * 4 * kTileBytes;
+            for (int k = 0; k < 16; k++) {
+                const char* rows[kRowsOfOne];
+#pragma GCC unroll 4
+                for (int i = 0; i < kRowsOfOne; i++) {
+                    const int row = r + k * kRowsOfOne + i;
+                    rows[i] = kZeroRow;
+                    if (row < count) {
+                        rows[i] = reinterpret_cast<const char*>(values + int64_t(row) * w.dim);
+                        ahead.touch(rows[i], kChunkDims * kBytes);
+                    }
+                }
+                Form::interleave(rows, to + k * kTileRow);
+            }
+        }
+        const int64_t weights_bytes = w.padded_columns * kBytes,
+                      raw_bytes = int64_t(w.wide_dim) * 4;
+        for (int b = 0; b < blocks(w); b++) {
+            const char* const weights =
+                reinterpret_cast<char*>(w.weights) + b * kBlockRows * weights_bytes + t * kBytes;
+            char* const raw = reinterpret_cast<char*>(w.raw) + b * kBlockRows * raw_bytes + d * 4;
+            _tile_loadd(0, raw, raw_bytes);
+            _tile_loadd(1, raw + 64, raw_bytes);
+            _tile_loadd(2, raw + 128, raw_bytes);
+            _tile_loadd(3, raw + 192, raw_bytes);
+            for (int r = 0; r < count; r += kColumns) {
+                const char* const tiles = w.tiles + r / kColumns * 4 * kTileBytes;
+                _tile_loadd(4, weights + r * kBytes, weights_bytes);
+                _tile_loadd(5, tiles, kTileRow);
+                _tile_loadd(6, tiles + kTileBytes, kTileRow);
+                if constexpr (kBytes == 1) {
+                    _tile_dpbssd(0, 4, 5);
+                    _tile_dpbssd(1, 4, 6);
+                } else {
+                    _tile_dpbf16ps(0, 4, 5);
+                    _tile_dpbf16ps(1, 4, 6);
+                }
+                _tile_loadd(7, tiles + 2 * kTileBytes, kTileRow);
+                _tile_loadd(5, tiles + 3 * kTileBytes, kTileRow);
+                if constexpr (kBytes == 1) {
+                    _tile_dpbssd(2, 4, 7);
+                    _tile_dpbssd(3, 4, 5);
+                } else {
+                    _tile_dpbf16ps(2, 4, 7);
+                    _tile_dpbf16ps(3, 4, 5);
+                }
+            }
+            _tile_stored(0, raw, raw_bytes);
+            _tile_stored(1, raw + 64, raw_bytes);
+            _tile_stored(2, raw + 128, raw_bytes);
+            _tile_stored(3, raw + 192, raw_bytes);
+        }
+    }
+};
+
+}  // namespace
