@@ -7,17 +7,12 @@ import ctypes
 import functools
 import itertools
 import math
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import pytest
+import host_build
 import torch
-from machines import CSRC, HERE, ON_HOST, SHARED, cuda_headers, guarded_workspace
+from machines import guarded_workspace
 
 from offload.kernels import structs
 from offload.kernels.attention import COUNTERS, DecodeAttention
@@ -88,30 +83,11 @@ def _run_on_host(call: DecodeAttention) -> DecodeAttention:
 @functools.cache
 def host_library() -> ctypes.CDLL:
     """decode_attention*.cu compiled for this processor, with stand-ins for what only a GPU has."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = cuda_headers()
-    if compiler is None or headers is None:
-        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
-    folder = Path(tempfile.mkdtemp(prefix="offload-host-attention-"))
-    try:
-        sources = [*CSRC.glob("decode_attention*"), CSRC / "common.cuh", CSRC / "offload_kernels.h"]
-        for source in sources:
-            shutil.copy(source, folder)
-        (folder / "decode_attention_ptx.cuh").write_text('#include "host_attention.hpp"\n')
-        for name in ("decode_attention.cuh", "decode_attention_clusters.cuh"):
-            kernel = (folder / name).read_text()
-            assert kernel.count(SHARED) == 1
-            (folder / name).write_text(kernel.replace(SHARED, ON_HOST))
-        command = [compiler, "-x", "c++", "-std=c++17", "-O0", "-fPIC", "-fno-strict-aliasing"]
-        command += ["-w", "-shared", "-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
-        command += ["-include", str(HERE / "host_attention.hpp")]
-        files = sorted(path.name for path in folder.glob("decode_attention*.cu"))
-        (folder / "all.cpp").write_text("".join(f'#include "{name}"\n' for name in files))
-        command += ["all.cpp", "-o", "libattention.so"]
-        subprocess.run(command, check=True, cwd=folder)
-        library = ctypes.CDLL(str(folder / "libattention.so"))
-    finally:
-        shutil.rmtree(folder)
+    instead = {"decode_attention_ptx.cuh": '#include "host_attention.hpp"\n'}
+    # One file of all, as the stand-ins have one state.
+    sources = sorted(path.name for path in host_build.CSRC.glob("decode_attention*.cu"))
+    instead["attention.cu"] = "".join(f'#include "{name}"\n' for name in sources)
+    library = host_build.kernels("attention", ["attention.cu"], "host_attention.hpp", instead, [])
     pointer = ctypes.POINTER(structs.DecodeAttentionStruct)
     library.offload_decode_attention.argtypes = [pointer, ctypes.c_void_p]
     library.offload_decode_attention_workspace.argtypes = [pointer]

@@ -6,15 +6,11 @@ import ctypes
 import functools
 import math
 import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import pytest
+import host_build
 import torch
-from machines import CSRC, HERE, ON_HOST, SHARED, cuda_headers, guarded_workspace
+from machines import guarded_workspace
 
 from offload.kernels import structs
 from offload.kernels.call import current_stream
@@ -76,46 +72,14 @@ def _run_on_host(call: SkinnyGemm, turn: int) -> SkinnyGemm:
 @functools.cache
 def host_library() -> ctypes.CDLL:
     """skinny_gemm.cu compiled for this processor, with stand-ins for what only a GPU has."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = cuda_headers()
-    if compiler is None or headers is None:
-        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
-    folder = Path(tempfile.mkdtemp(prefix="offload-host-gemm-"))
-    try:
-        for name in ("skinny_gemm_math.cuh", "skinny_gemm_norm.cuh", "library.cu", "common.cuh"):
-            shutil.copy(CSRC / name, folder)
-        shutil.copy(CSRC / "offload_kernels.h", folder)
-        shutil.copy(HERE / "host_async_copy.hpp", folder / "async_copy.cuh")
+    instead = {
+        "async_copy.cuh": '#include "host_async_copy.hpp"\n',
+        "tensor_core.cuh": '#include "host_tensor_core.hpp"\n',
         # What it would declare is in host_gemm.hpp.
-        (folder / "cluster.cuh").write_text("#pragma once\n#define OFFLOAD_HAS_CLUSTERS 1\n")
-        shutil.copy(HERE / "host_tensor_core.hpp", folder / "tensor_core.cuh")
-        for name in ("skinny_gemm.cu", "skinny_gemm_staged.cuh"):
-            source = (CSRC / name).read_text()
-            assert source.count(SHARED) == 1
-            (folder / name).write_text(source.replace(SHARED, ON_HOST))
-        flags = ["-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w"]
-        flags += ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
-        flags += ["-fno-sanitize-recover=all", "-static-libubsan"]
-        flags += ["-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
-        flags += ["-include", str(HERE / "host_gemm.hpp")]
-        processes = [
-            subprocess.Popen(
-                [compiler, "-x", "c++", *flags, "-c", f"{name}.cu", "-o", f"{name}.o"],
-                cwd=folder,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for name in ("library", "skinny_gemm")
-        ]
-        for process in processes:
-            _, errors = process.communicate()
-            assert process.returncode == 0, errors
-        link = [compiler, "-shared", "-static-libubsan", "-fsanitize=undefined"]
-        link += ["library.o", "skinny_gemm.o", "-o", "libgemm.so"]
-        subprocess.run(link, check=True, cwd=folder)
-        library = ctypes.CDLL(str(folder / "libgemm.so"))
-    finally:
-        shutil.rmtree(folder)
+        "cluster.cuh": "#pragma once\n#define OFFLOAD_HAS_CLUSTERS 1\n",
+    }
+    sources = ["library.cu", "skinny_gemm.cu"]
+    library = host_build.kernels("gemm", sources, "host_gemm.hpp", instead)
     pointer = ctypes.POINTER(structs.SkinnyGemmStruct)
     library.offload_skinny_gemm_statistics.argtypes = [pointer]
     library.offload_skinny_gemm.argtypes = [pointer, ctypes.c_void_p]

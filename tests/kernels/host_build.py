@@ -1,10 +1,22 @@
-"""Builds the host library for tests: as it is installed, and with AVX-512 emulated."""
+"""Compiles what tests load: the kernels for this processor, and the host library for any.
+
+A library is kept in build/ under the hash of all that goes into it: the processes of one run
+share it, and the next run compiles only what has changed.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import re
 import runpy
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -13,23 +25,55 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-EMULATED = ("path_avx512", "path_avx512_bf16")
+CSRC = ROOT / "offload" / "kernels" / "csrc"
+KEPT = ROOT / "build" / "tests"
+# Shared memory in a kernel's source, and what takes its place.
+SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
+ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
+EMULATED_PATHS = ("path_avx512", "path_avx512_bf16")
+SANITIZED = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
+SANITIZED += ["-fno-sanitize-recover=all", "-static-libubsan"]
+
+_failed: dict[Path, str] = {}
 
 
-def build(folder: Path) -> Path:
-    """The library, from setup.py's own commands."""
+def kernels(
+    name: str,
+    sources: Sequence[str],
+    preamble: str,
+    instead: Mapping[str, str] | None = None,
+    flags: Sequence[str] = SANITIZED,
+) -> ctypes.CDLL:
+    """.cu files compiled for this processor; skips the test where that is not possible.
+
+    `preamble`, a header of this folder, is included ahead of each and stands for CUDA; `instead`:
+    texts in the place of headers that hold what only a GPU has.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    headers = cuda_headers()
+    if compiler is None or headers is None:
+        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
+    files = _with_includes([*sources, preamble], instead or {})
+    files |= {name: text.replace(SHARED, ON_HOST) for name, text in files.items()}
+    command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w"]
+    command += [*flags, "-isystem", str(headers), "-I", ".", "-include", preamble]
+    link = [compiler, "-shared", *flags]
+    version = (headers / "cuda.h").read_text()
+    built = library(name, files, dict.fromkeys(sources, command), link, version)
+    return ctypes.CDLL(str(built))
+
+
+def host_library() -> Path:
+    """The host library, from setup.py's own commands."""
     commands, link = _commands()
-    return _build(folder, {ROOT / source: command for source, command in commands.items()}, link)
+    return library("host", _host_files(), commands, link)
 
 
-def build_emulated(folder: Path) -> Path:
+def emulated_host_library() -> Path:
     """The library as a CPU with AVX-512 would run it, its instructions emulated over AVX2."""
     commands, link = _commands()
-    copy = folder / "csrc"
-    shutil.copytree(ROOT / "offload/kernels/csrc/cpu", copy)
-    shutil.copy(HERE / "host_avx512.hpp", copy)
-    simd = copy / "simd_avx512.hpp"
-    text = simd.read_text()
+    files = _host_files() | {"host_avx512.hpp": (HERE / "host_avx512.hpp").read_text()}
+    text = files["simd_avx512.hpp"]
     for real, emulated in (
         ("<immintrin.h>", '"host_avx512.hpp"'),
         ("__m512", "emulated_m512"),
@@ -38,20 +82,87 @@ def build_emulated(folder: Path) -> Path:
     ):
         assert real in text
         text = text.replace(real, emulated)
-    simd.write_text(text)
-    flags = {}
+    files["simd_avx512.hpp"] = text
     for source, command in commands.items():
         path = Path(source).stem
         own = [flag for flag in command if not flag.startswith("-mavx512")]
         # What is wanted of it is what it computes; that it says yes to all instructions is meant.
-        own += ["-O1", "-Wno-psabi"] if path in EMULATED else []
+        own += ["-O1", "-Wno-psabi"] if path in EMULATED_PATHS else []
         own += ["-D__builtin_cpu_supports(name)=1"] if path == "library" else []
-        flags[copy / Path(source).name] = own
-    return _build(folder, flags, link)
+        commands[source] = own
+    return library("host-avx512", files, commands, link)
+
+
+def library(
+    name: str,
+    files: Mapping[str, str],
+    commands: Mapping[str, Sequence[str]],
+    link: Sequence[str],
+    version: str = "",
+) -> Path:
+    """The shared library of `files` (name: text): each of `commands` (source: command, without
+    `-c SOURCE -o OBJECT`) is run in a folder of them, then `link`. `version`: of what else it is
+    made from.
+    """
+    parts = [sorted(files.items()), sorted(commands.items()), link, _version(link[0]), version]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    made = KEPT / f"{name}-{digest}.so"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with (KEPT / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            assert made not in _failed, _failed[made]  # said at once to the next test
+            for old in KEPT.glob(f"{name}-*.so"):
+                old.unlink()
+            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=KEPT) as folder:
+                try:
+                    _compile(Path(folder), files, commands, link).rename(made)
+                except subprocess.CalledProcessError as error:
+                    _failed[made] = error.stderr
+                    raise AssertionError(error.stderr) from None
+    return made
+
+
+def _compile(
+    folder: Path,
+    files: Mapping[str, str],
+    commands: Mapping[str, Sequence[str]],
+    link: Sequence[str],
+) -> Path:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+    def run(command: Sequence[str]) -> None:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+
+    def compile_one(source: str) -> str:
+        run([*commands[source], "-c", source, "-o", f"{source}.o"])
+        return f"{source}.o"
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, commands))
+    run([*link, *objects, "-o", "made.so"])
+    return folder / "made.so"
+
+
+def _with_includes(names: Sequence[str], instead: Mapping[str, str]) -> dict[str, str]:
+    """The named files of the kernels or of this folder, and all of them that they include."""
+    files: dict[str, str] = {}
+    queue = list(names)
+    for name in queue:
+        places = [place for place in (CSRC / name, HERE / name) if place.exists()]
+        files[name] = instead[name] if name in instead else places[0].read_text()
+        found = re.findall(r'^\s*#\s*include "(.+?)"', files[name], re.MULTILINE)
+        queue += [other for other in found if other not in queue]
+    return files
+
+
+def _host_files() -> dict[str, str]:
+    return {path.name: path.read_text() for path in (CSRC / "cpu").iterdir() if path.is_file()}
 
 
 def _commands() -> tuple[dict[str, list[str]], list[str]]:
-    """setup.py's command for each source, and the one that links."""
+    """setup.py's command for each source of the host library, and the one that links."""
     pytest.importorskip("setuptools")
     with mock.patch("setuptools.setup"), pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -60,22 +171,19 @@ def _commands() -> tuple[dict[str, list[str]], list[str]]:
         compiler = names["find_cxx"]()
         if compiler is None:
             pytest.skip("no C++ compiler")
-        return names["host_commands"](part, compiler), [*compiler, *part.extra_link_args]
+        commands = names["host_commands"](part, compiler)
+        link = [*compiler, *part.extra_link_args]
+    return {Path(source).name: command for source, command in commands.items()}, link
 
 
-def _build(folder: Path, commands: dict[Path, list[str]], link: list[str]) -> Path:
-    def compile_one(source: Path) -> str:
-        made = str(folder / f"{source.stem}.o")
-        _run([*commands[source], "-c", str(source), "-o", made])
-        return made
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, commands))
-    library = folder / "_host_kernels.so"
-    _run([*link, *objects, "-o", str(library)])
-    return library
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def cuda_headers() -> Path | None:
+    """Where CUDA's headers are, if anywhere."""
+    nvcc = shutil.which("nvcc")
+    roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", nvcc and str(Path(nvcc).parents[1])]
+    folders = [Path(root) / "include" for root in roots if root]
+    return next((folder for folder in folders if (folder / "cuda_fp16.h").exists()), None)

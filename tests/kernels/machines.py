@@ -6,14 +6,10 @@ import contextlib
 import ctypes
 import functools
 import math
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import host_build
 import pytest
 import torch
 
@@ -21,11 +17,6 @@ from offload.kernels import structs
 from offload.kernels.call import Call, current_stream
 from offload.kernels.library import LAUNCHERS
 
-# What tests of other kernels replace in their source.
-SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
-ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "offload" / "kernels" / "csrc"
 # The kernels that need nothing but loads, barriers and shuffles.
 HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append", "step_inputs")
 
@@ -58,43 +49,11 @@ def launch(call: Call, machine: str) -> None:
         torch.cuda.synchronize()
 
 
+@functools.cache
 def host_library() -> ctypes.CDLL:
     """The kernels compiled for this processor; skips the test where that is not possible."""
-    library, errors = _compiled()
-    if library is None:
-        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
-    assert isinstance(library, ctypes.CDLL), errors
-    return library
-
-
-@functools.cache
-def _compiled() -> tuple[ctypes.CDLL | Literal["failed"] | None, str]:
-    """The library; what the compiler said where it failed; None where there is no compiler."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = cuda_headers()
-    if compiler is None or headers is None:
-        return None, ""
-    with tempfile.TemporaryDirectory(prefix="offload-host-kernels-") as name:
-        folder = Path(name)
-        processes = []
-        for part in ("library", *HOSTED):
-            command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing"]
-            command += ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
-            command += ["-fno-sanitize-recover=all", "-static-libubsan", "-w"]
-            command += ["-isystem", str(headers), "-I", str(HERE)]
-            command += ["-include", str(HERE / "host_rows.hpp")]
-            command += ["-c", str(CSRC / f"{part}.cu"), "-o", str(folder / f"{part}.o")]
-            processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-        errors = [process.communicate()[1] for process in processes]
-        if any(process.returncode for process in processes):
-            return "failed", "\n".join(errors)
-        objects = [str(path) for path in sorted(folder.glob("*.o"))]
-        file = folder / "libhost.so"
-        link = [compiler, "-shared", "-static-libubsan", "-fsanitize=undefined", "-o", str(file)]
-        done = subprocess.run([*link, *objects], capture_output=True, text=True)
-        if done.returncode:
-            return "failed", done.stderr
-        library = ctypes.CDLL(str(file))
+    sources = [f"{part}.cu" for part in ("library", *HOSTED)]
+    library = host_build.kernels("rows", sources, "host_rows.hpp")
     for hosted in HOSTED:
         function = getattr(library, f"offload_{hosted}")
         function.argtypes = [ctypes.POINTER(LAUNCHERS[function.__name__]), ctypes.c_void_p]
@@ -102,15 +61,7 @@ def _compiled() -> tuple[ctypes.CDLL | Literal["failed"] | None, str]:
     library.offload_struct_size.restype = ctypes.c_int64
     for i, struct in enumerate(structs.ALL):
         assert library.offload_struct_size(i) == ctypes.sizeof(struct)
-    return library, ""
-
-
-def cuda_headers() -> Path | None:
-    """Where CUDA's headers are, if anywhere."""
-    nvcc = shutil.which("nvcc")
-    roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", nvcc and str(Path(nvcc).parents[1])]
-    folders = [Path(root) / "include" for root in roots if root]
-    return next((folder for folder in folders if (folder / "cuda_fp16.h").exists()), None)
+    return library
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The installed library, or one built now where the package runs from its sources."""
     with pytest.MonkeyPatch.context() as patch:
         if not host_module.FILE.exists():
-            built = host_build.build(tmp_path_factory.mktemp("host"))
+            built = host_build.host_library()
             patch.setattr(host_module, "FILE", built)
         host_module._loaded.cache_clear()
         # torch's threads wait for each other at full speed, on the cores that the pools are on.
@@ -484,14 +484,14 @@ def test_fork_and_exit() -> None:
 
 
 @pytest.mark.slow
-def test_emulated_avx512(tmp_path: Path) -> None:
+def test_emulated_avx512() -> None:
     """Where no CPU here has it: the same code over a stand-in for its instructions."""
     if "avx512_bf16" in host_library().paths():
         pytest.skip("this CPU has it: the other tests run it")
     if "avx2" not in host_library().paths():
         pytest.skip("the stand-in needs AVX2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_module, "FILE", host_build.build_emulated(tmp_path))
+        patch.setattr(host_module, "FILE", host_build.emulated_host_library())
         host_module._loaded.cache_clear()
         assert host_library().paths()[-2:] == ("avx512", "avx512_bf16")
         with HostPool(CPUS[:1]) as emulated:

@@ -6,28 +6,15 @@ import ctypes
 import functools
 import math
 import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
+import host_build
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from machines import (
-    CSRC,
-    HERE,
-    MACHINES,
-    ON_HOST,
-    SHARED,
-    cuda_headers,
-    device_of,
-    guarded_workspace,
-    needs_gpu,
-)
+from machines import MACHINES, device_of, guarded_workspace, needs_gpu
 from products import allowed_error, exact_product, rows_of
 
 from offload.kernels import KernelError, structs
@@ -50,33 +37,12 @@ FORMS = [
 @functools.cache
 def host_library() -> ctypes.CDLL:
     """quant_gemm.cu compiled for this processor, with stand-ins for what only a GPU has."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    headers = cuda_headers()
-    if compiler is None or headers is None:
-        pytest.skip("needs g++ and CUDA's headers: runs the kernels on the host")
-    with tempfile.TemporaryDirectory(prefix="offload-host-quant-") as name:
-        folder = Path(name)
-        for part in ("library.cu", "common.cuh", "offload_kernels.h", "quant_codes.cuh"):
-            shutil.copy(CSRC / part, folder)
-        shutil.copy(CSRC / "quant_gemm.cu", folder)
-        shutil.copy(HERE / "host_async_copy.hpp", folder / "async_copy.cuh")
-        shutil.copy(HERE / "host_tensor_core.hpp", folder / "tensor_core.cuh")
-        source = (CSRC / "quant_gemm.cuh").read_text()
-        assert source.count(SHARED) == 1
-        (folder / "quant_gemm.cuh").write_text(source.replace(SHARED, ON_HOST))
-        flags = ["-x", "c++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w"]
-        flags += ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
-        flags += ["-fno-sanitize-recover=all", "-static-libubsan"]
-        flags += ["-isystem", str(headers), "-I", str(folder), "-I", str(HERE)]
-        flags += ["-include", str(HERE / "host_gemm.hpp")]
-        for part in ("library", "quant_gemm"):
-            command = [compiler, *flags, "-c", f"{part}.cu", "-o", f"{part}.o"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-        link = [compiler, "-shared", "-static-libubsan", "-fsanitize=undefined"]
-        link += ["library.o", "quant_gemm.o", "-o", "libquant.so"]
-        subprocess.run(link, check=True, cwd=folder)
-        library = ctypes.CDLL(str(folder / "libquant.so"))
+    instead = {
+        "async_copy.cuh": '#include "host_async_copy.hpp"\n',
+        "tensor_core.cuh": '#include "host_tensor_core.hpp"\n',
+    }
+    sources = ["library.cu", "quant_gemm.cu"]
+    library = host_build.kernels("quant-gemm", sources, "host_gemm.hpp", instead)
     pointer = ctypes.POINTER(structs.QuantGemmStruct)
     library.offload_quant_gemm.argtypes = [pointer, ctypes.c_void_p]
     for name in ("workspace", "counters"):
