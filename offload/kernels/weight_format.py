@@ -123,6 +123,16 @@ class WeightFormat:
         return _WORD // self.bits
 
     @property
+    def by_rows(self) -> bool:
+        """Whether every row of each stored tensor but weight_shape belongs to that output alone."""
+        return (
+            self.layout in ("packed", "plain", "mxfp4")
+            and self.block[0] == 1
+            and not self.act_order
+            and not (self.zero_points and self.layout == "packed")
+        )
+
+    @property
     def name(self) -> str:
         """As `parse` takes it, with the layout where that is none it writes."""
         rows, columns = self.block

@@ -221,6 +221,38 @@ def test_another_thread_has_memory_of_its_own() -> None:
     assert forward.scratch._memory is None
 
 
+LOOKUPS = ["int8", "int4-g32", "fp8", "mxfp4", "int8-channel"]
+
+
+@pytest.mark.parametrize("form", LOOKUPS)
+def test_an_embedding_makes_the_rows_that_are_asked_for(
+    source: Source, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"default": "none", "embed_tokens": form}
+    out = folders.pack(source("llama"), tmp_path / "out", asked)
+    state = folders.whole(out, asked, torch.bfloat16)
+    plain = folders.plain_model(source("llama"), state, tmp_path / "whole")
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(form: Any, stored: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        shapes.append(shape)
+        return dequantise(form, stored, shape, dtype)
+
+    monkeypatch.setattr("offload.models.quantized.forward.dequantise", noted)
+    with offload.run(out, device="cpu") as model:
+        wanted, ids = folders.logits(plain), variants.inputs("llama")["input_ids"]
+        assert torch.equal(folders.logits(model), wanted)
+        assert shapes == [(ids.numel(), 64)]
+        assert scratch_bytes(model) == 0
+        made = model.model.embed_tokens(ids[0])  # gradients are recorded here
+        assert torch.equal(made, plain.model.embed_tokens(ids[0]))
+        with torch.no_grad():
+            assert torch.equal(model.model.embed_tokens(ids[0, :0]), made[:0])
+            assert torch.equal(model.model.embed_tokens(ids[0, 3]), made[3])
+            with pytest.raises((IndexError, RuntimeError), match="out of range"):
+                model.model.embed_tokens(torch.tensor([131]))
+
+
 def test_stored_tensors_that_were_put_elsewhere_are_found() -> None:
     model, _ = model_of()
     x = torch.eye(64)

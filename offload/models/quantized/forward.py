@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import nn
 
 from offload.checkpoint.lazy import Coded, LazyTensor
 from offload.errors import UnsupportedError
+from offload.kernels.dequantize import dequantise
 from offload.models.modules import shared_parameters
 from offload.models.placeholder import Placeholder
+from offload.models.quantized.coded import Decoder
 from offload.models.quantized.scratch import Scratch
 from offload.models.quantized.whole import Fill, WholeWeight, leaves_of, parts_of
 from offload.store.layout import align
@@ -139,12 +141,59 @@ class _Made:
 
     def fill(self) -> None:
         """Make them, on the current stream of their device."""
-        device = self._device
-        elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-        with torch.cuda.device(device) if elsewhere else nullcontext():
-            stream = self._scratch.stream(device)
+        with _current(self._device):
+            stream = self._scratch.stream(self._device)
             for fill in self._fills:
                 fill(stream)
+
+
+class QuantisedLookup(QuantisedForward):
+    """Of an embedding that is stored row by row: the rows that are asked for are made, no other."""
+
+    @staticmethod
+    def serves(module: nn.Module, weights: Sequence[WholeWeight]) -> bool:
+        """Whether `module` is such an embedding."""
+        expression = weights[0].expression
+        decode = getattr(expression, "decode", None)
+        return (
+            isinstance(module, nn.Embedding)
+            and type(module).forward is nn.Embedding.forward
+            and module.max_norm is None
+            and len(weights) == 1
+            and isinstance(expression, Coded)
+            and isinstance(decode, Decoder)
+            and decode.form.by_rows
+        )
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        parameters, (weight,) = self._module._parameters, self.weights
+        if torch.is_grad_enabled():
+            return self._run_apart((input,), {})
+        self._check_kept(parameters)
+        expression: Any = weight.expression
+        rows = input.flatten()
+        stored = {
+            end: _pick(parameters[part], rows)  # type: ignore[arg-type]
+            for (end, _), part in zip(expression.parts, weight.parts, strict=True)
+        }
+        shape = (rows.numel(), weight.placeholder.shape[1])
+        if not rows.numel():
+            return torch.empty(*input.shape, shape[1], dtype=expression.dtype, device=input.device)
+        with _current(input.device):
+            made = dequantise(expression.decode.form, stored, shape, expression.dtype)
+        return made.view(*input.shape, shape[1])
+
+
+def _pick(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a stored tensor [n, ...] of any dtype."""
+    lines = tensor.detach().reshape(tensor.shape[0], -1).view(torch.uint8)
+    return lines.index_select(0, rows).view(tensor.dtype)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, where it is not."""
+    elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def keep_quantised(model: nn.Module) -> None:
@@ -183,8 +232,10 @@ def keep_quantised(model: nn.Module) -> None:
     for module in list(model.modules()):
         if id(module) in found:
             weights, base = found[id(module)], bases[id(module)]
-            scratch.need(base + room(weights), max(w.beside for w in weights))
-            forward = QuantisedForward(module, weights, scratch, base)
+            kind = QuantisedLookup if QuantisedLookup.serves(module, weights) else QuantisedForward
+            if kind is QuantisedForward:
+                scratch.need(base + room(weights), max(w.beside for w in weights))
+            forward = kind(module, weights, scratch, base)
             module.__dict__[_STORED] = module.forward = forward
 
 

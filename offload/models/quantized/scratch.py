@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from offload.kernels.call import current_stream
 from offload.store import POISON, POISON_BYTE
 from offload.store.layout import align
 
@@ -31,6 +33,7 @@ class Scratch:
         self._poison = os.environ.get(POISON) == "1"
         self._memory: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
+        _scratches.add(self)
 
     def need(self, nbytes: int, beside: int = 0) -> None:
         """Some use takes `nbytes`, and filling it `beside` more; to be said before the first."""
@@ -63,21 +66,32 @@ class Scratch:
 
     def stream(self, device: torch.device) -> int:
         """The number of the current stream, which may use the memory from now on."""
-        if device.type != "cuda":
-            return 0
-        stream = torch.cuda.current_stream(device)
-        before = self._stream
-        if before is None or before.cuda_stream != stream.cuda_stream:
-            if torch.cuda.is_current_stream_capturing():
-                return stream.cuda_stream  # nothing runs yet
+        number, before = current_stream(device), self._stream
+        if device.type != "cuda" or (before is not None and before.cuda_stream == number):
+            return number
+        if not torch.cuda.is_current_stream_capturing():  # nothing runs yet then
+            stream = torch.cuda.current_stream(device)
             if before is not None and before.device == stream.device:
                 stream.wait_stream(before)
                 if self._memory is not None:
                     self._memory.record_stream(stream)
             self._stream = stream
-        return stream.cuda_stream
+        return number
 
     def release(self) -> None:
         """Give the memory back."""
         self._memory = self._stream = None
         self.holds.clear()
+
+
+_scratches: weakref.WeakSet[Scratch] = weakref.WeakSet()
+
+
+def _unlock_after_fork() -> None:
+    """A thread that held a lock does not come along into a forked process to release it."""
+    for scratch in list(_scratches):
+        scratch.lock = threading.RLock()
+        scratch.top = 0
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)
