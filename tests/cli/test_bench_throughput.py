@@ -250,6 +250,17 @@ def test_quantised_weights_move_as_they_are_stored(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_quantised_weights_on_the_fused_engine(program: Any, tmp_path: Path, where: str) -> None:
+    options = ("--device-map", where, "--folder", tmp_path, "--peer", "resident")
+    found = bench(program, *options, "--weights", "int4", "--engine", "fused", shape="tiny-opt")
+    offloaded, _ = found["rows"]
+    assert "engine fused" in found["placement"] and "24 weights are quant" in found["placement"]
+    assert offloaded["equal"].startswith("6 of 6 tokens equal to resident")
+    assert offloaded["streamed_bytes"] == found["sizes"]["layer_bytes"]
+    assert found["sizes"]["formats"] == ["int4-g64"]
+
+
 def test_random_codes_make_weights_of_the_usual_size() -> None:
     for asked in ("int4", "int4-zp", "int8", "fp8", "mxfp4"):
         subject = Subject("tiny", None, torch.float32, CPU, Wishes.of(asked))
@@ -258,3 +269,14 @@ def test_random_codes_make_weights_of_the_usual_size() -> None:
         module = model.get_submodule(name.rpartition(".")[0])
         parts = [module._parameters[part].expression.read() for part in weight.parts]
         assert 0.014 < float(weight.make(parts).std()) < 0.028, asked
+
+
+def test_keys_and_values_on_the_cpu(program: Any) -> None:
+    options = ("--engine", "fused", "--batch", 5, "--kv-on-cpu", 3, "--peer", "resident")
+    found = bench(program, *options, shape="tiny-opt")
+    assert found["rows"][0]["equal"].startswith("15 of 15 tokens equal")
+    assert found["notes"][0].startswith("attention on the CPU: 3 sequences")
+    assert "of a decode step of" in found["notes"][1]
+    named = ("bench", "throughput", "--shape", "tiny", "--device", "cpu", *WORK)
+    refused = program(*named, "--kv-on-cpu", 3)
+    assert refused.code == 2 and "kv_on_cpu=3 of batch_size=2" in refused.err
