@@ -23,7 +23,9 @@ from offload.bench.subject import Sizes, Subject
 from offload.bench.workload import FIRST_STEPS, Timing, Workload, activation_bytes, measure
 from offload.config import OffloadConfig
 from offload.measure.compute import hbm_rates, product_rate
+from offload.models.host_rows import CpuWork
 from offload.scheduler.cost import Rates, predict_pass
+from offload.scheduler.plan import Plan, Tier
 from offload.sizes import format_size
 
 
@@ -177,6 +179,7 @@ def _measure_offload(
                     activations = activation_bytes(model, work, device, size)
                 found[name] = timing, peaks, activations
             report, plan = model.offload.report(), model.offload.plan
+            cpu_work = model.offload.cpu_work
             disks += [read_rate(files)] if files else []
             links += copy_rates(device)
     rates = Rates(
@@ -200,6 +203,7 @@ def _measure_offload(
         row = Row.of(name, where, timing, sizes, work, peaks, load, plan.streamed_bytes, bound)
         row.activation_bytes = activations
         result.rows.append(row)
+    result.notes += _cpu_notes(result.rows[0], plan, cpu_work)
     timings = {name: timing for name, (timing, _, _) in found.items()}
     for name in setup.micro_batches:
         result.notes += _beside_one_batch(result, timings, name)
@@ -221,6 +225,27 @@ def _beside_one_batch(result: Result, timings: dict[str, Timing], name: str) -> 
         f"activations of a prefill at most: {format_size(a)}, {a / b:.3f} of the "
         f"{format_size(b)} of {one}",
     ]
+
+
+def _cpu_notes(row: Row, plan: Plan, work: CpuWork | None) -> list[str]:
+    """What of a step CPU cores did, where they did anything."""
+    step = None if work is None else work.typical
+    if step is None or not row.step_seconds:
+        return []
+    own = row.step_seconds - step.attention - step.waiting
+    notes = [
+        str(work),
+        f"of a decode step of {row.step_seconds * 1e3:.1f} ms, cores attended for "
+        f"{step.attention / row.step_seconds:.1%}, waited for queries for "
+        f"{step.waiting / row.step_seconds:.1%}, and the host was elsewhere for "
+        f"{own / row.step_seconds:.1%}",
+    ]
+    if plan.kv_cpu_bytes:  # where the CPU computes, only weights are planned for
+        notes.append(
+            f"CPU memory: {format_size(plan.weight_bytes(Tier.CPU))} of weights, "
+            f"{format_size(plan.kv_cpu_bytes)} kept for keys and values"
+        )
+    return notes
 
 
 def _measure_peer(peer: Peer, subject: Subject, result: Result, setup: Setup) -> tuple[Row, Timing]:

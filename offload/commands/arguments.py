@@ -18,6 +18,11 @@ def positive(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number."""
+    return 0 if text == "0" else positive(text)
+
+
 def size(text: str) -> int:
     """Bytes: 500MB, 20GiB."""
     from offload.memory_limits import parse_size

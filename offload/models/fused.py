@@ -55,7 +55,7 @@ class FusedEngine(NotCopied):
         self.spec = spec
         self.host_kv = host_kv
         self.prefill_rows = prefill_rows
-        self.cpu_work = CpuWork()
+        self.cpu_work = CpuWork(trace=lambda: owner.trace)
         # Without sequences in CPU memory nothing is copied.
         self._copies: RowCopies = HostCopies() if host_kv is None else host_kv.copies
         self.unserved: Counter[str] = Counter()
@@ -166,6 +166,8 @@ class FusedEngine(NotCopied):
             )
         if self.graph_problem is not None:
             found.append(self.graph_problem)
+        if self.cpu_work.steps:
+            found.append(str(self.cpu_work))
         return found
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from offload.device import ComputeDevice
 from offload.errors import ClosedError, UnsupportedError
 from offload.models.parts import Part
 from offload.scheduler.stream import Stream
+from offload.trace import Trace
 
 KEPT_PASSES = 256  # times of the latest passes
 
@@ -86,6 +87,11 @@ class PassOwner:
         self._start = self._device.timed_mark()
         if self._device.trace is not None:
             self._device.trace.pass_begins()
+
+    @property
+    def trace(self) -> Trace | None:
+        """Who is told of what passes do."""
+        return self._device.trace
 
     def finish_pass(self) -> None:
         """A pass has ended, also by an exception."""

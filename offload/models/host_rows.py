@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +19,10 @@ from offload.models.kv_cache import KvLayer
 from offload.models.padding import Padding
 from offload.models.spec import LayerSpec, ModelSpec
 from offload.row_copies import RowCopies
+from offload.sizes import format_size
+from offload.trace import Trace, Track
+
+KEPT_STEPS = 256
 
 
 def why_not_on_cpu(spec: ModelSpec, dtype: torch.dtype) -> str | None:
@@ -29,13 +36,47 @@ def why_not_on_cpu(spec: ModelSpec, dtype: torch.dtype) -> str | None:
 
 
 @dataclass(slots=True)
+class CpuStep:
+    """One decode step, all layers together."""
+
+    sequences: int
+    attention: float = 0.0  # seconds in which cores attended
+    waiting: float = 0.0  # seconds in which they had nothing to do, for queries had not come down
+    nbytes: int = 0  # of keys and values that were read
+
+
+@dataclass(slots=True)
 class CpuWork:
     """What CPU cores did for an engine so far."""
 
-    seconds: float = 0.0  # in which they attended
-    nbytes: int = 0  # of keys and values that they read
     steps: int = 0  # decode steps that had such rows
-    sequences: int = 0  # of the latest step
+    latest: deque[CpuStep] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    trace: Callable[[], Trace | None] = lambda: None  # that is told of it
+
+    @property
+    def typical(self) -> CpuStep | None:
+        """Medians of the latest steps; None before there was one."""
+        steps = list(self.latest)
+        if not steps:
+            return None
+        return CpuStep(
+            sequences=steps[-1].sequences,
+            attention=statistics.median(x.attention for x in steps),
+            waiting=statistics.median(x.waiting for x in steps),
+            nbytes=int(statistics.median(x.nbytes for x in steps)),
+        )
+
+    def __str__(self) -> str:
+        """One line; empty before there was a step."""
+        step = self.typical
+        if step is None:
+            return ""
+        rate = f" at {step.nbytes / step.attention / 1e9:.1f} GB/s" if step.attention else ""
+        return (
+            f"attention on the CPU: {step.sequences} sequences, {format_size(step.nbytes)} in "
+            f"{step.attention * 1e3:.1f} ms a step{rate}; between layers cores waited "
+            f"{step.waiting * 1e3:.1f} ms for queries (medians of {len(self.latest)} steps)"
+        )
 
 
 class HostRows:
@@ -60,6 +101,7 @@ class HostRows:
         self._like = entry.hidden
         self._entry = entry
         self._copies = copies
+        self._step = CpuStep(self.count)
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
         self._length = torch.zeros(self.count, dtype=torch.int32)
         self._start = torch.zeros_like(self._length) if padded else None
@@ -103,12 +145,14 @@ class HostRows:
         )
         return HostCall(self, exchange, attention, out, first=index == 0)
 
-    def begin(self, first: bool) -> None:
+    def begin(self, first: bool) -> CpuStep:
         """A layer's attention begins, perhaps the first one of a step."""
         self._length.fill_(self._entry.past + 1)
         if first:
+            self._step = CpuStep(self.count)
             self.work.steps += 1
-            self.work.sequences = self.count
+            self.work.latest.append(self._step)
+        return self._step
 
 
 class Exchange:
@@ -154,15 +198,19 @@ class HostCall:
         """The host waits here, while the compute device works on what was issued before: its own
         rows' attention, and the next layers' weights are on their way.
         """
-        exchange, attention, work = self._exchange, self._attention, self._rows.work
+        exchange, attention, trace = self._exchange, self._attention, self._rows.work.trace()
+        asked = time.perf_counter()
         exchange.copies.synchronize(exchange.point)
-        self._rows.begin(self._first)
+        step, start = self._rows.begin(self._first), time.perf_counter()
         try:
             attention.start()
         finally:
             attention.wait()  # also where Ctrl-C came: it reads and writes what others may get
-        work.seconds += attention.seconds
-        work.nbytes += attention.bytes_read
+        step.waiting += start - asked
+        step.attention += time.perf_counter() - start
+        step.nbytes += attention.bytes_read
+        if trace is not None:
+            trace.host(Track.CPU_ATTENTION, "attention", start, attention.bytes_read)
         # A kernel that reads CPU memory: the result does not queue up behind a layer of weights. It
         # is not overwritten before the next layer's queries are down, which this kernel precedes.
         torch.mul(exchange.mapped, 1, out=self._out)

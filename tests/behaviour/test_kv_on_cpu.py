@@ -136,7 +136,7 @@ def test_every_family(variant_folder: Folder, name: str) -> None:
         said = [m.generate(**asked, num_beams=2) for m in (model, plain)]
         assert torch.equal(*said)
         assert engine.unserved == {} and engine.cpu_work.steps == 5
-        assert engine.cpu_work.sequences == 3  # of four beams
+        assert engine.cpu_work.latest[-1].sequences == 3  # of four beams
 
 
 def turns(model: PreTrainedModel, between: Callable[[Any], Any] = lambda cache: cache) -> Any:
