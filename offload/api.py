@@ -37,6 +37,7 @@ from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
 from offload.packed import quantised_checkpoint
+from offload.planned import PlannedRun, plan_run
 from offload.row_copies import row_copies
 from offload.scheduler.plan import (
     Budget,
@@ -47,6 +48,7 @@ from offload.scheduler.plan import (
     auto_plan,
     fixed_plan,
 )
+from offload.scheduler.setting import Goal
 from offload.scheduler.stream import Stream
 from offload.sizes import format_size
 from offload.store import WeightStore
@@ -75,8 +77,11 @@ def run(
     engine: str = "auto",
     device: torch.device | str | int | None = None,
     prefetch: int | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     max_length: int | None = None,
+    goal: str | None = None,
+    prompt_len: int | None = None,
+    gen_len: int | None = None,
     kv_on_cpu: int = 0,
     model_class: type | str | None = None,
     revision: str | None = None,
@@ -118,7 +123,14 @@ def run(
         prefetch: loads kept ahead of the layer in use; n need n + 1 slots, and a small budget
             lowers n (the report says so).
         batch_size, max_length: what "auto" keeps memory free for on a GPU: KV cache and
-            activations of that many sequences of that many tokens.
+            activations of that many sequences (1 unless given) of that many tokens.
+        goal: plans instead of filling by size: with device_map "auto", what gives most tokens a
+            second ("throughput"), the shortest time ("latency") or takes least GPU memory
+            ("fits") for sequences of `prompt_len` + `gen_len` tokens, by this machine's measured
+            rates. For throughput the plan also says how many sequences run at once, unless
+            batch_size does: `model.offload.planned.choice.setting.batch`. The rates are those that
+            `offload info --measure` keeps; without them some are measured in a few seconds, and
+            plans with attention on the CPU are left out.
         kv_on_cpu: of batch_size sequences, so many keep keys and values in CPU memory, and CPU
             cores attend to them while weights are streamed: more sequences a pass over the weights.
             A batch's first batch_size - kv_on_cpu ones keep theirs on the compute device. Takes the
@@ -140,8 +152,12 @@ def run(
         engine=engine,
         device=device,
         prefetch=prefetch,
-        batch_size=batch_size,
+        batch_size=1 if batch_size is None else batch_size,
         max_length=max_length,
+        goal=goal,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        choose_batch=goal == Goal.THROUGHPUT.value and batch_size is None,
         kv_on_cpu=kv_on_cpu,
     )
     wishes = None if quantization is None else Wishes.of(quantization)
@@ -212,8 +228,15 @@ def offload_built(
     spec, engine_reason = _choose_engine(network, config)
     parts = take_apart(network, own_tier, adjacent(network, spec) if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
+    goal = None
+    if config.goal is not None:
+        goal = _plan_goal(network, parts, spec, checkpoint, config, io)
+        config = goal.config
     kv_cpu_bytes = _kv_cpu_bytes(network, spec, config, engine_reason)
-    plan, prefill_rows = _planned(network, parts, spec, kv_cpu_bytes, config, io)
+    if goal is not None:
+        plan, prefill_rows = goal.plan, goal.prefill_rows
+    else:
+        plan, prefill_rows = _planned(network, parts, spec, kv_cpu_bytes, config, io)
     layers, pack = _pack(parts, plan, checkpoint, config)
     store = WeightStore(layers, plan, device, io)
     try:
@@ -225,7 +248,8 @@ def offload_built(
         if spec is not None:
             host_kv = _host_kv(spec, kv_cpu_bytes, config)
             engine = FusedEngine(spec, parts, owner, config.compute, host_kv, prefill_rows)
-        Offload(parts, plan, store, owner, device, pack, engine, engine_reason)
+        planned = None if goal is None else goal.planned
+        Offload(parts, plan, store, owner, device, pack, engine, engine_reason, planned)
     except BaseException:
         store.close()
         if pack is not None:
@@ -286,6 +310,24 @@ def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> li
         and not any(layer.startswith(f"{name}.") or not name for layer in layers)
         and any(True for _ in network.get_submodule(name).parameters())
     ]
+
+
+def _plan_goal(
+    network: PreTrainedModel,
+    parts: ModelParts,
+    spec: ModelSpec | None,
+    checkpoint: Checkpoint | None,
+    config: OffloadConfig,
+    io: Mapping[str, Any],
+) -> PlannedRun:
+    extents = checkpoint.tensors.values() if checkpoint is not None else ()
+    requests = {
+        "block_size": io.get("block_size", CHUNK_BYTES),
+        "queue_depth": io.get("queue_depth", CHUNKS[config.compute.type]),
+    }
+    files = list(dict.fromkeys(extent.file for extent in extents))
+    home = _pack_home(config)
+    return plan_run(network, parts, spec, config, _budget(config), files, home, requests)
 
 
 def _planned(

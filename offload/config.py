@@ -11,10 +11,12 @@ import torch
 
 from offload.memory_limits import parse_size
 from offload.scheduler.plan import Tier
+from offload.scheduler.setting import Goal, Job
 
 _TIER_NAMES = {"cpu": Tier.CPU, "nvme": Tier.NVME, "disk": Tier.NVME}
 ENGINES = ("auto", "transformers", "fused")
 MAX_PREFETCH = 64
+_GOALS = " or ".join(repr(goal.value) for goal in Goal)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -34,9 +36,14 @@ class OffloadConfig:
     batch_size: int = 1
     max_length: int | None = None
     kv_on_cpu: int = 0
+    goal: str | None = None  # what a plan is to be best at; None: layers are placed by their sizes
+    prompt_len: int | None = None  # tokens of each prompt, where there is a goal
+    gen_len: int | None = None  # new tokens of each sequence, likewise
+    choose_batch: bool = False  # the plan says how many sequences run at once, not `batch_size`
     tiers: Mapping[str, Tier] = field(init=False)  # by module name; "" is every layer
     memory: Mapping[int | str, int] = field(init=False)  # max_memory in bytes
     compute: torch.device = field(init=False)
+    job: Job | None = field(init=False)  # of the goal
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute", _compute_device(self.device))
@@ -58,6 +65,35 @@ class OffloadConfig:
                 "batch_size that you run, and of its sequences those that keep keys and values in "
                 "CPU memory"
             )
+
+        object.__setattr__(self, "job", self._job())
+
+    def _job(self) -> Job | None:
+        """What the goal is about."""
+        lengths = {"prompt_len": self.prompt_len, "gen_len": self.gen_len}
+        given = [name for name, value in lengths.items() if value is not None]
+        if self.goal is None:
+            if given:
+                raise ValueError(f"{given[0]}={lengths[given[0]]} needs a goal: {_GOALS}")
+            return None
+        if self.goal not in [goal.value for goal in Goal]:
+            raise ValueError(f"goal={self.goal!r} is not known; it is {_GOALS}")
+        for name, value in lengths.items():
+            _check_int(name, value, 1, 1 << 30)
+        if self.tiers:
+            raise ValueError(
+                f"goal={self.goal!r} plans where layers rest, and device_map={self.device_map!r} "
+                "says it: leave one of them out"
+            )
+        decided = {"prefetch": self.prefetch, "max_length": self.max_length}
+        decided["kv_on_cpu"] = self.kv_on_cpu or None
+        for name, value in decided.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} is decided by the plan for goal={self.goal!r}: leave it out"
+                )
+        batch = None if self.choose_batch else self.batch_size
+        return Job(int(self.prompt_len or 0), int(self.gen_len or 0), batch)
 
     @property
     def gpu_sequences(self) -> int:

@@ -20,7 +20,6 @@ from offload.errors import UnsupportedError
 from offload.measure import measure_rates
 from offload.models.fused import FusedEngine
 from offload.models.hooked import NotCopied, PassOwner
-from offload.models.host_rows import CpuWork
 from offload.models.install import all_bindings, refuse_move
 from offload.models.lockstep import run_together
 from offload.models.micro_batches import MicroBatches
@@ -30,6 +29,7 @@ from offload.models.quantized.forward import quantised_weights, release_quantise
 from offload.report import Report
 from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
+from offload.scheduler.planner import Planned
 from offload.store import WeightStore
 from offload.store.pack import Pack
 from offload.trace import Picture, Trace, picture
@@ -54,9 +54,11 @@ class Offload(NotCopied):
         pack: Pack | None,
         engine: FusedEngine | None,
         engine_reason: str,
+        planned: Planned | None = None,
     ) -> None:
         model = parts.model
         self.plan = plan
+        self.planned = planned
         self._name = f"{type(model).__name__} {model.name_or_path}".strip()
         self._parts = parts
         self._store = store
@@ -79,11 +81,6 @@ class Offload(NotCopied):
         """Let a cache that will be passed to the model know how many columns it will get."""
         if self._engine is not None:
             self._engine.prepare(cache, max_length)
-
-    @property
-    def cpu_work(self) -> CpuWork | None:
-        """What CPU cores did of decode steps; None without the fused engine."""
-        return None if self._engine is None else self._engine.cpu_work
 
     @property
     def device(self) -> torch.device:
@@ -175,6 +172,7 @@ class Offload(NotCopied):
             io=store.describe_io(),
             notes=tuple(notes),
             picture=self._picture,
+            planned=self.planned,
         )
 
     def together(self, calls: Iterable[Callable[[], T]], *, live: int | None = None) -> list[T]:

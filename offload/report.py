@@ -9,6 +9,7 @@ from typing import Any
 
 from offload.scheduler.cost import Rates, predict_busy, predict_pass
 from offload.scheduler.plan import Plan, Tier
+from offload.scheduler.planner import Planned
 from offload.sizes import format_size
 from offload.trace import Picture
 
@@ -41,6 +42,7 @@ class Report:
     notes: tuple[str, ...] = ()
     unserved: Mapping[str, int] = field(default_factory=dict)  # calls the engine left, by reason
     picture: Picture | None = None  # of a pass, where some were traced
+    planned: Planned | None = None  # where there was a goal
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -80,6 +82,9 @@ class Report:
     @property
     def predicted(self) -> Mapping[str, float]:
         """Seconds of one pass by resource, and all of it as "pass", as far as they are known."""
+        if self.planned is not None:
+            decode = self.planned.choice.decode
+            return {**decode.busy, "compute": decode.compute, "pass": decode.seconds}
         names = {"link": "link up"}
         found = {names.get(name, name): seconds for name, seconds in self.busy.items()}
         whole = self.predicted_seconds
@@ -131,6 +136,7 @@ class Report:
             "pageable_bytes": self.pageable_bytes,
             "io": dict(self.io),
             "notes": list(self.notes),
+            "planned": None if self.planned is None else self.planned.as_dict(),
             "picture": None if self.picture is None else self.picture.as_dict(),
         }
 
@@ -162,6 +168,7 @@ class Report:
             f"  on the compute device: {format_size(plan.device_bytes)} of a budget of "
             f"{format_size(plan.budget.device)}"
         )
+        lines += [f"  {line}" for line in self._plan_lines()]
         predicted = self.predicted_seconds
         if predicted is not None:
             lines.append(f"  bound of a pass: {predicted * 1e3:.1f} ms ({self.rates})")
@@ -180,3 +187,26 @@ class Report:
         if self.picture is not None:
             lines += [f"  {line}" for line in self.picture.lines(self.predicted)]
         return "\n".join(lines)
+
+    def _plan_lines(self) -> list[str]:
+        """What was planned and predicted, and how the median pass compares."""
+        if self.planned is None:
+            return []
+        found = self.planned.choice
+        job, how, decode = found.job, found.setting, found.decode
+        busy = sorted(decode.busy.items(), key=lambda pair: -pair[1])
+        lines = [
+            f"planned for {self.planned.goal.value}: batch {how.batch} of {job.prompt} + {job.gen} "
+            f"tokens, keys and values of {how.cpu_sequences} in CPU memory; limit: {found.limit}",
+            f"predicted: prefill {found.prefill_seconds:.3g} s, a decode step "
+            f"{decode.seconds * 1e3:.4g} ms, {found.decode_rate:.4g} tokens/s",
+            "predicted to work in a decode step: "
+            + ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in busy),
+        ]
+        if self.median_seconds is not None:
+            share = self.median_seconds / decode.seconds - 1
+            lines.append(
+                f"a decode step: predicted {decode.seconds * 1e3:.4g} ms, the median pass took "
+                f"{self.median_seconds * 1e3:.4g} ms ({share:+.1%})"
+            )
+        return lines

@@ -71,11 +71,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def shape_config(name: str, dtype: torch.dtype) -> PreTrainedConfig:
-    """The config of a shape. Raises ValueError for an unknown name."""
+def shape_config(name: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedConfig:
+    """The config of a shape, with so many of its layers. Raises ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"shape {name!r} is not known; choose one of {', '.join(SHAPES)}")
     family, sizes = SHAPES[name]
+    if layers is not None:
+        sizes = {**sizes, "num_hidden_layers": layers}
     config = getattr(transformers, f"{family}Config")(**sizes)
     config.architectures = [f"{family}ForCausalLM"]
     config.dtype = dtype

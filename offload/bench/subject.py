@@ -93,6 +93,7 @@ class Subject:
     dtype: torch.dtype | None
     device: torch.device  # where layers run, and where random weights are made
     wishes: Wishes | None = None
+    layers: int | None = None  # of the shape, if not all
 
     def __post_init__(self) -> None:
         if (self.shape is None) == (self.folder is None):
@@ -106,7 +107,8 @@ class Subject:
     def build(self) -> PreTrainedModel:
         """The model with lazy weights."""
         if self.shape is not None:
-            model = random_model(shape_config(self.shape, self._random_dtype), self.device)
+            config = shape_config(self.shape, self._random_dtype, self.layers)
+            model = random_model(config, self.device)
             if self.wishes is not None:
                 with_random_codes(model, self.wishes, self.device)
             return model
@@ -150,7 +152,7 @@ class Subject:
             drop_cache(weight_files(used))
             yield Subject(None, str(used), self.dtype, self.device)
             return
-        config = shape_config(self.shape or "", self._random_dtype)
+        config = shape_config(self.shape or "", self._random_dtype, self.layers)
         home = Path(parent).expanduser() if parent else default_folder() / "bench"
         folder = home / f"{self.shape}-{str(self._random_dtype).removeprefix('torch.')}"
         stands = (folder / "config.json").exists()

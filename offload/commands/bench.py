@@ -9,12 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.aio import benchmark
-from offload.commands import quality
+from offload.commands import predictions, quality
 from offload.commands.arguments import (
     add_placement,
     add_trace,
     add_weights,
-    count,
     positive,
     quantization,
     size,
@@ -46,6 +45,7 @@ def add_parser(commands: Any) -> None:
     benchmark.add_link_arguments(link)
     link.set_defaults(execute=benchmark.run_link)
     _add_kernels(benchmarks)
+    predictions.add_parser(benchmarks)
     quality.add_parser(benchmarks)
     _add_host_attention(benchmarks)
 

@@ -60,7 +60,8 @@ def add_parser(commands: Any) -> None:
         "--engine",
         choices=tuple(ENGINES),
         default=FUSED.name,
-        help="who runs it: a plan has nothing that this engine does not do; any: all of it (default: fused)",
+        help="who runs it: a plan has nothing that this engine does not do; any: all there is "
+        "(default: fused)",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(

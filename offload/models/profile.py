@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, UnsupportedError
 from offload.models.modules import find_layers, shared_parameters
+from offload.models.parts import Part
+from offload.models.quantized.forward import scratch_bytes, whole_parameters
 from offload.models.shape import ModelShape
+from offload.scheduler.engine import Engine
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
 
 _NATIVE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
-    """Counts and sizes of `model`, lazy or on the meta device; no weight is read.
+    """Counts and sizes of `model`, lazy or on the meta device; no weight is read. Of quantised
+    weights those of what they stand for.
 
     Raises UnsupportedError for a model without layers or of another dtype than float32, float16
     and bfloat16.
@@ -43,6 +49,30 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
         group=max(1, 2 * query_width // max(1, shape.kv_width)),
         vocabulary=shape.vocabulary,
     )
+
+
+def built_profile(
+    model: PreTrainedModel, parts: Sequence[Part], outside_bytes: int, engine: Engine
+) -> tuple[ModelProfile, str]:
+    """Of a model that is about to be run by `engine`, with the bytes that its layers do take, and
+    the precision that its weights are in. Raises UnsupportedError, as `model_profile` does.
+    """
+    found = model_profile(model, f"{type(model).__name__} {model.name_or_path}".strip())
+    names = list(find_layers(model))
+    scratch = scratch_bytes(model)
+    layers = []
+    for part in parts:
+        layer = found.layers[names.index(part.layer.name)]
+        # What quantised weights are made whole in is as large as the largest of them would be.
+        largest = scratch // model.dtype.itemsize if scratch else layer.largest
+        stored, slot = part.layer.weight_bytes, part.layer.nbytes
+        layers.append(replace(layer, stored=stored, slot=slot, largest=largest))
+    weights = found.native
+    if scratch:
+        counts = sum(layer.matrices + layer.others for layer in layers)
+        weights = "int4" if 8 * sum(x.stored for x in layers) < 6 * counts else "int8"
+    found = replace(found, layers=tuple(layers), outside_bytes=outside_bytes, engine=engine)
+    return found, weights
 
 
 def config_profile(
@@ -108,7 +138,7 @@ def expert_share(config: PreTrainedConfig) -> float:
 
 def _layer(layer: nn.Module, config: PreTrainedConfig) -> LayerProfile:
     share = expert_share(config)
-    named = list(layer.named_parameters())
+    named = list(whole_parameters(layer))
     matrices = sum(p.numel() for _, p in named if p.ndim > 1)
     return LayerProfile(
         matrices=matrices,
@@ -123,7 +153,7 @@ def _native(layers: dict[str, nn.Module]) -> str:
     """The type of most of the weights."""
     sizes: dict[torch.dtype, int] = {}
     for layer in layers.values():
-        for p in layer.parameters():
+        for _, p in whole_parameters(layer):
             sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
     dtype = max(sizes, key=lambda d: sizes[d])
     if dtype not in _NATIVE:

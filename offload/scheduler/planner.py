@@ -201,6 +201,6 @@ def _refusal(
         f"{model.name}: {format_size(budget.device)} of GPU memory and {format_size(budget.cpu)} "
         f"of CPU memory hold no plan for {sequences} sequence{'s' if sequences > 1 else ''} of "
         f"{job.prompt} + {job.gen} tokens in {', '.join(weights)}; the least that would do is "
-        f"{', or '.join(needs)}. Raise --max-memory, lower the batch or the lengths, or allow "
-        "smaller weights (--weights int4)"
+        f"{', or '.join(needs)}. Raise max_memory, lower the batch or the lengths, or take "
+        "smaller weights (int4)"
     )

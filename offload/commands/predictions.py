@@ -1,0 +1,68 @@
+"""`offload bench plan`: whether plans come true."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from offload.commands.arguments import positive
+
+
+def add_parser(benchmarks: Any) -> None:
+    """Add this command to the others that measure."""
+    parser = benchmarks.add_parser(
+        "plan",
+        help="plans beside what they become: predicted and achieved times",
+        description="Plan and run models with random weights under several caps of GPU memory and "
+        "batches, and compare the predicted times of prefill and decode steps with the achieved "
+        "ones, and the batch that a plan chose with others. Shapes are cut to a part of their "
+        "layers.",
+    )
+    parser.set_defaults(execute=execute)
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="TEXT", help="only those with TEXT in them"
+    )
+    parser.add_argument("--layers", type=positive, metavar="N", help="of every shape")
+    parser.add_argument("--prompt-len", type=positive, default=512, metavar="N")
+    parser.add_argument("--gen-len", type=positive, default=8, metavar="N")
+    parser.add_argument("--device", metavar="DEVICE", help="cuda:1, cpu, ... (default: the GPU)")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure all of this machine first, where that is not kept (under a minute; default: "
+        "what a plan cannot do without, in seconds)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the cases; the exit status says whether all ran."""
+    from dataclasses import replace
+
+    from transformers.utils import logging
+
+    from offload.bench.prediction import CPU_CASES, GPU_CASES, measure_predictions
+    from offload.config import OffloadConfig
+    from offload.measure.cache import kept_hardware, measured_hardware
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = OffloadConfig(device=args.device).compute
+    known = CPU_CASES if device.type == "cpu" else GPU_CASES
+    cases = [case for case in known if all(text in case.name for text in args.case)]
+    if not cases:
+        names = "; ".join(case.name for case in known)
+        raise ValueError(f"--case {args.case[0]!r}: there are {names}")
+    if args.layers is not None:
+        cases = [replace(case, layers=args.layers) for case in cases]
+    if args.measure:
+        measured_hardware(None, device, progress=say)
+    rates = "measured before, and kept" if kept_hardware(None, device) else "measured in seconds"
+    result = measure_predictions(cases, device, args.prompt_len, args.gen_len, rates, say)
+    print(json.dumps(result.as_dict()) if args.json else result)
+    return 1 if any(row.problem for row in result.rows) else 0

@@ -1,0 +1,73 @@
+"""The rates that a plan cannot do without, in seconds: for a machine that was not measured yet."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.aio import AioError
+from offload.aio.bench.testfile import made
+from offload.device import compute_device
+from offload.errors import OffloadError
+from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.link import link_rates
+from offload.measure.machine import this_machine
+from offload.measure.stream import measure_disk, measure_link
+from offload.scheduler.hardware import Hardware
+
+DISK_BYTES = 128 << 20
+HBM_BYTES = 1 << 30
+LINK_BYTES = 32 << 20  # of one copy in CPU memory, where the CPU computes
+ROWS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (1, 16, 128)}
+WIDTH = {"cuda": 8192, "cpu": 512}
+SECONDS, LONGER = 0.1, 1.0  # of products of one number of rows
+
+
+@functools.lru_cache(maxsize=8)
+def quick_hardware(
+    device: torch.device, dtype: torch.dtype, files: Sequence[str], folder: Path
+) -> Hardware:
+    """Link, memory, products of `dtype`, launches and disk; once a process.
+
+    Reads are of `files`, or of a test file in `folder` where there are none. Nothing is measured of
+    attention on the CPU, which takes long.
+    """
+    kind = device.type
+    rates: dict[str, Any] = {}
+    absent = {"cpu_attention": "it was left out of a quick measurement"}
+    width = WIDTH[kind]
+    name = str(dtype).removeprefix("torch.")
+    # Most rows first, and longer: boost clocks do not last.
+    seconds = [LONGER, *(SECONDS for _ in ROWS[kind][1:])]
+    curve = [
+        (rows, product_rate([(width, width)], rows, dtype, device, time))
+        for rows, time in zip(reversed(ROWS[kind]), seconds, strict=True)
+    ]
+    rates["matrix"] = {name: tuple(sorted(curve))}
+    if kind == "cuda":
+        found = link_rates(device)
+        rates["link_up"], rates["link_down"] = found.up, found.down
+        rates["link_up_both"], rates["link_down_both"] = found.up_both, found.down_both
+        free = torch.cuda.mem_get_info(device)[0]
+        rates["hbm"] = hbm_rates(device, min(HBM_BYTES, free // 4))[0]
+        rates["launch"] = launch_seconds(device)
+    else:
+        rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)
+    try:
+        rates["disk"] = _disk(files, folder)
+    except (OffloadError, AioError, OSError) as error:
+        absent["disk"] = " ".join(str(error).split())[:300]
+    return Hardware(machine=this_machine(folder, device), absent=absent, **rates)
+
+
+def _disk(files: Sequence[str], folder: Path) -> float:
+    if files:
+        return measure_disk(files, DISK_BYTES)
+    folder.mkdir(parents=True, exist_ok=True)
+    with made(os.fspath(folder), DISK_BYTES) as (path, nbytes):
+        return measure_disk([path], nbytes)

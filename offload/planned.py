@@ -1,0 +1,147 @@
+"""A run with a goal: from a job and measured rates to what rests where and what runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from offload.config import OffloadConfig
+from offload.errors import BudgetError
+from offload.kernels.host_library import why_not_host
+from offload.measure.cache import kept_hardware
+from offload.measure.quick import quick_hardware
+from offload.models.host_rows import why_not_on_cpu
+from offload.models.parts import ModelParts
+from offload.models.profile import built_profile
+from offload.models.quantized.forward import scratch_bytes
+from offload.models.spec import ModelSpec
+from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
+from offload.scheduler.footprint import Footprint, weights_of
+from offload.scheduler.hardware import Hardware
+from offload.scheduler.model_profile import PRECISIONS, ModelProfile
+from offload.scheduler.plan import Budget, LayerSize, Plan, Workload, fixed_plan
+from offload.scheduler.planner import Planned, plan_job
+from offload.scheduler.setting import Goal
+
+QUICK = (
+    "the rates that this was planned with were measured in a few seconds, and attention on the CPU "
+    "was not: `offload info --measure` measures all of this machine once, and keeps it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """What is to be done: `config` has no goal, but what was chosen."""
+
+    plan: Plan
+    planned: Planned
+    config: OffloadConfig
+    prefill_rows: int | None  # tokens of prompts that stand at once in a layer; None: all
+
+
+def plan_run(
+    network: PreTrainedModel,
+    parts: ModelParts,
+    spec: ModelSpec | None,
+    config: OffloadConfig,
+    budget: Budget,
+    files: Sequence[str],
+    home: Path,
+    io: Mapping[str, int],
+) -> PlannedRun:
+    """The best plan for the goal, of what the engine (`spec` None: the model's own modules) does.
+
+    Where this machine was not measured, its rates are now, within seconds: `files` are read for
+    it, or one that is written in `home`. `io`: bytes of a disk request, and how many at once.
+    Raises BudgetError, which says the least budget that would do.
+    """
+    assert config.goal is not None and config.job is not None
+    hardware, notes = _hardware(network.dtype, config, files, home)
+    engine = _engine(network, spec, config, hardware)
+    model, weights = built_profile(network, parts.layers, parts.outside_bytes, engine)
+    room = _apart(budget, model, weights, io)
+    planned = plan_job(model, hardware, room, config.job, Goal(config.goal), (weights,))
+    choice = planned.choice
+    setting, need = choice.setting, choice.memory
+    on_cpu = config.compute.type == "cpu"
+    plan = fixed_plan(
+        [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers],
+        setting.tiers(),
+        budget,
+        Workload(
+            outside_bytes=parts.outside_bytes,
+            # Where the CPU computes, the budget is one of weights.
+            reserve_bytes=scratch_bytes(network) if on_cpu else _reserve(need),
+            kv_cpu_bytes=0 if on_cpu else need.kv_cpu,
+            depth=setting.depth,
+            max_chunk_bytes=io["block_size"],
+            max_chunks=io["queue_depth"],
+        ),
+    )
+    if plan.depth != min(setting.depth, max(0, setting.streamed - 1)):
+        raise BudgetError(
+            f"a plan of {setting.depth} loads ahead was chosen, and {plan.depth} fit: lower "
+            "max_memory a little, so that another is chosen"
+        )
+    chosen = replace(
+        config,
+        goal=None,
+        prompt_len=None,
+        gen_len=None,
+        choose_batch=False,
+        batch_size=setting.batch,
+        max_length=config.job.length,
+        kv_on_cpu=setting.cpu_sequences,
+    )
+    whole = setting.prefill_rows >= setting.batch * config.job.prompt
+    return PlannedRun(
+        replace(plan, notes=(*plan.notes, *notes)),
+        planned,
+        chosen,
+        None if whole or not engine.chunks else setting.prefill_rows,
+    )
+
+
+def _hardware(
+    dtype: torch.dtype, config: OffloadConfig, files: Sequence[str], home: Path
+) -> tuple[Hardware, tuple[str, ...]]:
+    """This machine's rates, and what to say of them."""
+    kept = kept_hardware(None, config.compute)
+    if kept is not None:
+        return kept, ()
+    return quick_hardware(config.compute, dtype, tuple(files), home), (QUICK,)
+
+
+def _engine(
+    network: PreTrainedModel, spec: ModelSpec | None, config: OffloadConfig, hardware: Hardware
+) -> Engine:
+    """Who runs the model, and what of that it does here."""
+    if spec is None:
+        return TRANSFORMERS
+    problem = why_not_on_cpu(spec, network.dtype)
+    if problem is None and config.compute.type != "cpu":
+        problem = why_not_host()
+    if problem is not None:
+        return replace(FUSED, cpu_kv=FUSED.cpu_kv - {CpuAttention.CPU})
+    return FUSED
+
+
+def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, int]) -> Budget:
+    """Budgets that do not overlap: where the CPU computes, what it computes with comes first. What
+    this drive's requests take beyond what plans count is not there.
+    """
+    chunk = max((layer.slot for layer in model.layers), default=0) // 4 // 4096 * 4096
+    ring = min(io["block_size"], max(4096, chunk)) * io["queue_depth"]
+    beyond = max(0, ring - weights_of(model, PRECISIONS[weights]).ring)
+    device = min(budget.device, budget.cpu) if budget.shared else budget.device
+    cpu = budget.cpu - (device if budget.shared else 0)
+    return Budget(device=device, cpu=max(0, cpu - beyond))
+
+
+def _reserve(need: Footprint) -> int:
+    """What is kept free on the GPU: all but weights."""
+    return need.kv_device + need.kv_slots + need.hidden + need.workspace
