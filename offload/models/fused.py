@@ -26,7 +26,7 @@ from offload.models.host_kv import HostKv
 from offload.models.host_rows import CpuWork
 from offload.models.kv_cache import KvLayer, adopt, common_of, layers_of
 from offload.models.parts import ModelParts
-from offload.models.prompt import Prompt
+from offload.models.prompt import Prompt, Room
 from offload.models.request import Request, Unserved
 from offload.models.spec import ModelSpec
 from offload.models.step import Step
@@ -69,6 +69,8 @@ class FusedEngine(NotCopied):
         self._ahead = Ahead(self._holder, spec)
         self._last_norm = LastNorm(self._holder, spec)
         self._workspaces: dict[int, Workspace] = {}  # by CUDA stream
+        # Also by stream, for as long as a prompt is under way: several may meet at each layer.
+        self._rooms: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
         self._sessions: weakref.WeakSet[DecodeSession] = weakref.WeakSet()
         self._output = getattr(modeling_outputs, spec.output)
         names = self._output.__dataclass_fields__
@@ -194,6 +196,9 @@ class FusedEngine(NotCopied):
             on_cpu = layers_of(request.cache)[0].rows_on_cpu
         stream = current_stream(self._device)
         few = hidden.shape[0] * tokens <= MOST_ROWS
+        room = self._rooms.get(stream)
+        if room is None:
+            room = self._rooms[stream] = Room(self._device)
         prompt = Prompt(
             hidden,
             past=request.past,
@@ -203,7 +208,8 @@ class FusedEngine(NotCopied):
             rows=self.prefill_rows,
             stream=stream,
             # What large products need between their kernels is too much to be kept.
-            workspace=self._workspace(stream) if few else Workspace(self._device),
+            workspace=self._workspace(stream) if few else room.workspace,
+            room=room,
             copies=self._copies,
         )
         for layer, kv in zip(layers, kept, strict=True):

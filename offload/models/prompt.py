@@ -30,6 +30,21 @@ class _Chunk:
     work: Prefill
 
 
+class Room:
+    """Memory on the compute device for what blocks need while they run over many tokens.
+
+    Passes that alternate on one stream, layer by layer, have it in turns: what is in it is of use
+    to one layer of one of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.workspace = Workspace(device)  # of large products
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.turn = 0  # which of two stages for keys and values is next
+        self.points: list[Any] = [None, None]  # at which each is free again
+
+
 class Prompt:
     """A pass over `hidden` [batch, tokens, width], contiguous, which becomes the last one's output.
 
@@ -51,13 +66,12 @@ class Prompt:
         rows: int | None,
         stream: int,
         workspace: Workspace,
+        room: Room,
         copies: RowCopies,
     ) -> None:
         batch, tokens, _ = hidden.shape
         self._hidden, self._past, self._end = hidden, past, past + tokens
-        self._copies = copies
-        self._turn = 0  # which of two stages is next
-        self._points: list[Any] = [None, None]  # at which each is free again
+        self._copies, self._room = copies, room
         at_once = batch if rows is None else max(1, rows // tokens)
         spans = [
             (first, last, on_cpu)
@@ -66,7 +80,6 @@ class Prompt:
         ]
         column = torch.full((1,), past, dtype=torch.int32, device=hidden.device)
         common = PrefillAttention(past, tokens, None)
-        buffers: dict[str, torch.Tensor] = {}
         self._chunks = [
             _Chunk(
                 first,
@@ -81,7 +94,7 @@ class Prompt:
                     angles={name: _rows_of(pair, first, last) for name, pair in angles.items()},
                     stream=stream,
                     workspace=workspace,
-                    buffers=buffers,
+                    buffers=room.buffers,
                 ),
             )
             for first, last, below in spans
@@ -92,6 +105,7 @@ class Prompt:
         for chunk in self._chunks:
             hidden = self._hidden[chunk.first : chunk.last]
             if kv is None:
+                self._copies.wait(self._room.points[0])
                 run_block(spec, weights, hidden, *self._stage(spec, chunk, 0), chunk.work)
             elif chunk.on_cpu:
                 self._through_stage(spec, weights, chunk, hidden, kv)
@@ -105,8 +119,9 @@ class Prompt:
         """The point at which all keys and values are in CPU memory. What is computed from now on
         comes after it, as the stages' memory is given back.
         """
-        last = self._points[1 - self._turn]
-        for point in self._points:
+        room = self._room
+        last = room.points[1 - room.turn]
+        for point in room.points:
             self._copies.wait(point)
         return last
 
@@ -120,8 +135,9 @@ class Prompt:
     ) -> None:
         """A chunk whose keys and values are in CPU memory."""
         assert kv.host_keys is not None and kv.host_values is not None
-        turn, self._turn = self._turn, 1 - self._turn
-        self._copies.wait(self._points[turn])
+        room = self._room
+        turn, room.turn = room.turn, 1 - room.turn
+        self._copies.wait(room.points[turn])
         stage = self._stage(spec, chunk, turn)
         skip = self._hidden.shape[0] - kv.host_keys.shape[0]
         rows = slice(chunk.first - skip, chunk.last - skip)
@@ -132,7 +148,7 @@ class Prompt:
                 self._copies.up(_columns(staged, 0, self._past), _columns(own, 0, self._past))
         run_block(spec, weights, hidden, *stage, chunk.work)
         for staged, own in zip(stage, kept, strict=True):
-            self._points[turn] = self._copies.down(
+            room.points[turn] = self._copies.down(
                 _columns(own, self._past, self._end), _columns(staged, self._past, self._end)
             )
 

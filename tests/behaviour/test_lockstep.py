@@ -18,6 +18,7 @@ from transformers import StoppingCriteria
 
 import offload
 from offload.errors import JobError, UnsupportedError
+from offload.models import prompt
 
 Folder = Callable[[str], Path]
 Request = dict[str, Any]
@@ -194,6 +195,37 @@ def test_calls_of_any_kind(model: Any) -> None:
         got = model.offload.together(calls)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert model.offload.together([]) == []
+
+
+def test_prompts_share_the_memory_between_a_blocks_products(
+    variant_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits keeps its hidden states, and no more. Keys and values in CPU memory, too."""
+    rooms = []
+    init = prompt.Room.__init__
+    monkeypatch.setattr(prompt.Room, "__init__", lambda *a: rooms.append(1) or init(*a))
+    work = [
+        r | variants.inputs("llama", rows=3, length=4 + i)
+        for i, r in enumerate(requests("llama", [3, 2, 4]))
+    ]
+    options: Request = {"batch_size": 3, "kv_on_cpu": 2, "max_length": 24, "device_map": "cpu"}
+    with offload.run(variant_folder("llama"), engine="fused", prefetch=1, **options) as model:
+        want = [model.generate(**request) for request in work]
+        assert len(rooms) == 3
+        rooms.clear()
+        with torch.inference_mode():
+            first = model.offload.together([lambda: model.generate(**work[0])])
+        got = model.offload.generate(work)
+        assert len(rooms) == 2
+        assert all(torch.equal(a, b) for a, b in zip([*first, *got], [want[0], *want], strict=True))
+        with torch.no_grad():  # one that keeps no cache beside one that does
+            calls = [
+                lambda: model(**variants.inputs("llama"), use_cache=False).logits,
+                lambda: model(**variants.inputs("llama", rows=3, seed=5)).logits,
+            ]
+            plain = [call() for call in calls]
+            together = model.offload.together(calls)
+        assert all(torch.equal(a, b) for a, b in zip(together, plain, strict=True))
 
 
 def test_an_encoder_beside_decoders_that_are_under_way(variant_folder: Folder) -> None:
