@@ -20,6 +20,7 @@ from offload.errors import UnsupportedError
 from offload.measure import measure_rates
 from offload.models.fused import FusedEngine
 from offload.models.hooked import NotCopied, PassOwner
+from offload.models.host_rows import CpuWork
 from offload.models.install import all_bindings, refuse_move
 from offload.models.lockstep import run_together
 from offload.models.micro_batches import MicroBatches
@@ -81,6 +82,11 @@ class Offload(NotCopied):
         """Let a cache that will be passed to the model know how many columns it will get."""
         if self._engine is not None:
             self._engine.prepare(cache, max_length)
+
+    @property
+    def cpu_work(self) -> CpuWork | None:
+        """What CPU cores did of decode steps; None without the fused engine."""
+        return None if self._engine is None else self._engine.cpu_work
 
     @property
     def device(self) -> torch.device:

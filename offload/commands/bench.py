@@ -14,6 +14,7 @@ from offload.commands.arguments import (
     add_placement,
     add_trace,
     add_weights,
+    count,
     positive,
     quantization,
     size,
