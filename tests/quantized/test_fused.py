@@ -189,6 +189,24 @@ def test_what_is_not_served_runs_over_the_same_scratch(source: Source, tmp_path:
         assert sum(model.offload.report().unserved.values()) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_in_lock_step_and_keys_in_cpu_memory(
+    source: Source, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    out = folders.pack(source("llama"), tmp_path / "out", "int4")
+    place = {"": "cpu", "model.layers.1": 0}
+    inputs = [variants.inputs("llama", rows=3, length=n) for n in (4, 7)]
+    calls = [{**x, "max_new_tokens": 4, "do_sample": False} for x in inputs]
+    with fused(out, place, dtype=dtype) as model:
+        alone = [model.generate(**call) for call in calls]
+        for got, want in zip(model.offload.generate(calls), alone, strict=True):
+            assert torch.equal(got, want)
+    with fused(out, place, dtype=dtype, batch_size=3, kv_on_cpu=2) as model:
+        for call, want in zip(calls, alone, strict=True):
+            assert torch.equal(model.generate(**call), want)
+        assert model.offload.report().unserved == {}
+
+
 def test_other_threads_do_not_make_weights_meanwhile(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
