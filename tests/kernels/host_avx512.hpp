@@ -6,7 +6,9 @@
 
 typedef float emulated_m512 __attribute__((vector_size(64)));
 typedef long long emulated_m512i __attribute__((vector_size(64)));
+typedef double emulated_m512d __attribute__((vector_size(64)));
 typedef unsigned short emulated_m512bh __attribute__((vector_size(64)));
+typedef unsigned short emulated_m256bh __attribute__((vector_size(32)));
 
 namespace emulated {
 
@@ -98,6 +100,104 @@ inline emulated_m512 dpbf16_ps(emulated_m512 sums, emulated_m512bh a, emulated_m
         sums[i] = __builtin_fmaf(value(a[2 * i]), value(b[2 * i]), sums[i]);
     }
     return sums;
+}
+
+inline emulated_m512i maskz_loadu_epi8(uint64_t mask, const void* p) {
+    Array<uint8_t, 64> v = {};
+    for (int i = 0; i < 64; i++)
+        if (mask >> i & 1) v.at[i] = static_cast<const uint8_t*>(p)[i];
+    return as<emulated_m512i>(v);
+}
+
+inline emulated_m512i and_si512(emulated_m512i a, emulated_m512i b) { return a & b; }
+inline emulated_m512i xor_si512(emulated_m512i a, emulated_m512i b) { return a ^ b; }
+
+template <class T>
+emulated_m512i set1(T value) {
+    Array<T, 64 / sizeof(T)> lanes;
+    for (T& lane : lanes.at) lane = value;
+    return as<emulated_m512i>(lanes);
+}
+inline emulated_m512i set1_epi8(char value) { return set1(value); }
+inline emulated_m512i set1_epi32(int32_t value) { return set1(value); }
+
+// Of each 128 bits the lower or the upper half's elements, of a and b in turn.
+template <class T, class Whole>
+Whole unpack(Whole a, Whole b, bool upper) {
+    constexpr int count = 16 / sizeof(T);
+    const auto from_a = as<Array<T, 64 / sizeof(T)>>(a), from_b = as<Array<T, 64 / sizeof(T)>>(b);
+    Array<T, 64 / sizeof(T)> result;
+    for (int i = 0; i < 64 / int(sizeof(T)); i++) {
+        const int from = i / count * count + (upper ? count / 2 : 0) + i % count / 2;
+        result.at[i] = i % 2 == 0 ? from_a.at[from] : from_b.at[from];
+    }
+    return as<Whole>(result);
+}
+inline emulated_m512 unpacklo_ps(emulated_m512 a, emulated_m512 b) {
+    return unpack<float>(a, b, false);
+}
+inline emulated_m512 unpackhi_ps(emulated_m512 a, emulated_m512 b) {
+    return unpack<float>(a, b, true);
+}
+inline emulated_m512d unpacklo_pd(emulated_m512d a, emulated_m512d b) {
+    return unpack<double>(a, b, false);
+}
+inline emulated_m512d unpackhi_pd(emulated_m512d a, emulated_m512d b) {
+    return unpack<double>(a, b, true);
+}
+inline emulated_m512i unpacklo_epi8(emulated_m512i a, emulated_m512i b) {
+    return unpack<uint8_t>(a, b, false);
+}
+inline emulated_m512i unpackhi_epi8(emulated_m512i a, emulated_m512i b) {
+    return unpack<uint8_t>(a, b, true);
+}
+inline emulated_m512i unpacklo_epi16(emulated_m512i a, emulated_m512i b) {
+    return unpack<uint16_t>(a, b, false);
+}
+inline emulated_m512i unpackhi_epi16(emulated_m512i a, emulated_m512i b) {
+    return unpack<uint16_t>(a, b, true);
+}
+
+// Two quarters of a, then two of b.
+inline emulated_m512 shuffle_f32x4(emulated_m512 a, emulated_m512 b, int which) {
+    const auto from_a = as<Array<__m128, 4>>(a), from_b = as<Array<__m128, 4>>(b);
+    return as<emulated_m512>(
+        Array<__m128, 4>{{from_a.at[which & 3], from_a.at[which >> 2 & 3],
+                          from_b.at[which >> 4 & 3], from_b.at[which >> 6 & 3]}});
+}
+
+// Bytes of a have no sign.
+inline emulated_m512i dpbusd_epi32(emulated_m512i sums, emulated_m512i a, emulated_m512i b) {
+    const auto left = as<Array<uint8_t, 64>>(a);
+    const auto right = as<Array<int8_t, 64>>(b);
+    auto lanes = as<Array<uint32_t, 16>>(sums);
+    for (int i = 0; i < 64; i++) lanes.at[i / 4] += uint32_t(int32_t(left.at[i]) * right.at[i]);
+    return as<emulated_m512i>(lanes);
+}
+
+inline emulated_m512i cvtps_epi32(emulated_m512 v) {
+    return join<emulated_m512i>(_mm256_cvtps_epi32(castps512_ps256(v)),
+                                _mm256_cvtps_epi32(extractf32x8_ps(v, 1)));
+}
+
+inline __m128i cvtepi32_epi8(emulated_m512i v) {
+    const auto lanes = as<Array<uint32_t, 16>>(v);
+    Array<uint8_t, 16> bytes;
+    for (int i = 0; i < 16; i++) bytes.at[i] = uint8_t(lanes.at[i]);
+    return as<__m128i>(bytes);
+}
+
+// To nearest, ties to even; subnormal numbers become zero.
+inline emulated_m256bh cvtneps_pbh(emulated_m512 v) {
+    const auto lanes = as<Array<uint32_t, 16>>(v);
+    emulated_m256bh result;
+    for (int i = 0; i < 16; i++) {
+        const uint32_t x = lanes.at[i], size = x & 0x7fffffff;
+        result[i] = static_cast<uint16_t>(size > 0x7f800000   ? x >> 16 | 0x40
+                                          : size < 0x00800000 ? x >> 16 & 0x8000
+                                                              : (x + 0x7fff + (x >> 16 & 1)) >> 16);
+    }
+    return result;
 }
 
 }  // namespace emulated

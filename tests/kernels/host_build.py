@@ -30,7 +30,7 @@ KEPT = ROOT / "build" / "tests"
 # Shared memory in a kernel's source, and what takes its place.
 SHARED = "extern __shared__ __align__(128) unsigned char shared[];"
 ON_HOST = "unsigned char* const shared = host_cuda::dynamic_shared();"
-EMULATED_PATHS = ("path_avx512", "path_avx512_bf16")
+EMULATED_PATHS = ("path_avx512", "path_avx512_bf16", "path_amx")
 SANITIZED = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
 SANITIZED += ["-fno-sanitize-recover=all", "-static-libubsan"]
 
@@ -69,14 +69,32 @@ def host_library() -> Path:
     return library("host", _host_files(), commands, link)
 
 
+def host_library_with_tiles() -> Path:
+    """The library as a CPU with AMX would run it, its tiles emulated over AVX-512."""
+    commands, link = _commands()
+    files = _host_files()
+    _emulate_tiles(files, commands)
+    # Other paths take most of the time to compile, and are not what it is for.
+    others = [source for source in commands if "path" in source and source != "path_amx.cpp"]
+    files["others.cpp"] = '#include "job.hpp"\nnamespace offload_host {\n'
+    for source in others:
+        files["others.cpp"] += f"void run_{source[5:-4]}(Job&, int) {{ __builtin_trap(); }}\n"
+        del commands[source]
+    files["others.cpp"] += "}\n"
+    commands["others.cpp"] = commands["pool.cpp"]
+    return library("host-amx", files, commands, link)
+
+
 def emulated_host_library() -> Path:
-    """The library as a CPU with AVX-512 would run it, its instructions emulated over AVX2."""
+    """The library as a CPU with AVX-512 and AMX would run it, all of both emulated over AVX2."""
     commands, link = _commands()
     files = _host_files() | {"host_avx512.hpp": (HERE / "host_avx512.hpp").read_text()}
+    _emulate_tiles(files, commands)
     text = files["simd_avx512.hpp"]
     for real, emulated in (
         ("<immintrin.h>", '"host_avx512.hpp"'),
         ("__m512", "emulated_m512"),
+        ("__m256bh", "emulated_m256bh"),
         ("_mm512_", "emulated::"),
         ('__asm__("" : "+v"(v));', ""),
     ):
@@ -91,6 +109,19 @@ def emulated_host_library() -> Path:
         own += ["-D__builtin_cpu_supports(name)=1"] if path == "library" else []
         commands[source] = own
     return library("host-avx512", files, commands, link)
+
+
+def _emulate_tiles(files: dict[str, str], commands: dict[str, list[str]]) -> None:
+    files["host_amx.hpp"] = (HERE / "host_amx.hpp").read_text()
+    for name, real, emulated in (
+        ("tiles.hpp", "_tile_", "emulated::tile_"),
+        ("path_amx.cpp", "#define OFFLOAD_HOST_TILES", '#include "host_amx.hpp"\n\\g<0>'),
+        ("library.cpp", r"if \(has_tiles\(\)\)", "if (has_tiles() || true)"),
+    ):
+        files[name], count = re.subn(real, emulated, files[name])
+        assert count
+    own = [flag for flag in commands["path_amx.cpp"] if not flag.startswith("-mamx")]
+    commands["path_amx.cpp"] = [*own, "-O1"]
 
 
 def library(

@@ -483,35 +483,63 @@ def test_fork_and_exit() -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+def check_all(path: str, made: HostPool) -> None:
+    """Every kind of products that a path has: whole vectors and rests, turns of queries, tails."""
+    for head_dim, group in ((128, 1), (80, 3), (33, 5), (7, 8), (256, 2), (128, 8), (64, 9)):
+        for cache in CACHES:
+            for query in DTYPES:
+                a = make(
+                    lengths=[70, 0, 1, 37, 140],
+                    head_dim=head_dim,
+                    group=group,
+                    query_dtype=query,
+                    cache_dtype=cache,
+                    slopes=group == 3,
+                    softcap=4.0 * (group == 5),
+                    append=True,
+                )
+                check(a, f"{path} {head_dim} {group} {cache} {query}", path=path, pool=made)
+
+
+def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no CPU here has AMX: the same code over a stand-in for its instructions."""
+    paths = host_library().paths()
+    if "amx" in paths:
+        pytest.skip("this CPU has it: the other tests run it")
+    if "avx512_bf16" not in paths:
+        pytest.skip("the stand-in needs AVX-512 with bf16; another one stands for that too")
+    monkeypatch.setattr(host_module, "FILE", host_build.host_library_with_tiles())
+    host_module._loaded.cache_clear()
+    try:
+        assert host_library().paths()[-1] == "amx"
+        with HostPool(CPUS[:1]) as emulated:
+            check_all("amx", emulated)
+            for lengths in ([16, 63, 64, 65, 127, 128], [129, 255, 256, 257, 300]):
+                for cache in (torch.bfloat16, torch.int8):
+                    a = make(lengths=lengths, group=4, cache_dtype=cache, starts=[3] * len(lengths))
+                    check(a, f"{lengths} {cache}", path="amx", pool=emulated)
+    finally:
+        monkeypatch.undo()
+        host_module._loaded.cache_clear()
+
+
 @pytest.mark.slow
-def test_emulated_avx512() -> None:
+def test_emulated_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no CPU here has it: the same code over a stand-in for its instructions."""
     if "avx512_bf16" in host_library().paths():
         pytest.skip("this CPU has it: the other tests run it")
     if "avx2" not in host_library().paths():
         pytest.skip("the stand-in needs AVX2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_module, "FILE", host_build.emulated_host_library())
-        host_module._loaded.cache_clear()
-        assert host_library().paths()[-2:] == ("avx512", "avx512_bf16")
-        with HostPool(CPUS[:1]) as emulated:
-            for path in ("avx512", "avx512_bf16"):
-                for head_dim, group in ((128, 1), (80, 3), (33, 5), (7, 8), (256, 2)):
-                    for cache in CACHES:
-                        for query in DTYPES:
-                            a = make(
-                                lengths=[70, 0, 1, 37],
-                                head_dim=head_dim,
-                                group=group,
-                                query_dtype=query,
-                                cache_dtype=cache,
-                                slopes=group == 3,
-                                softcap=4.0 * (group == 5),
-                                append=True,
-                            )
-                            what = f"{path} {head_dim} {group} {cache} {query}"
-                            check(a, what, path=path, pool=emulated)
+    monkeypatch.setattr(host_module, "FILE", host_build.emulated_host_library())
     host_module._loaded.cache_clear()
+    try:
+        assert host_library().paths()[-3:] == ("avx512", "avx512_bf16", "amx")
+        with HostPool(CPUS[:1]) as emulated:
+            for path in ("avx512", "avx512_bf16", "amx"):
+                check_all(path, emulated)
+    finally:
+        monkeypatch.undo()
+        host_module._loaded.cache_clear()
 
 
 def test_bench(monkeypatch: pytest.MonkeyPatch) -> None:
