@@ -8,8 +8,10 @@ when all are there: so a pass of the stream is one pass of every job, and costs 
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from offload.errors import JobError, UnsupportedError
 from offload.kernels.call import current_stream
 from offload.models.hooked import PassOwner
 from offload.models.set_aside import GrownTables, ThreadSettings
+from offload.models.spent import forwards, let_go
 
 T = TypeVar("T")
 
@@ -32,6 +35,7 @@ class _Job:
         self.error: BaseException | None = None
         self.site: int | None = None  # that it waits for; None: it waits for the next pass
         self.depth = 0  # forwards inside one another
+        self.looked_at: set[tuple[CodeType, int]] = set()  # calls in forwards, in this pass
         self.tables = tables  # while it waits
         self._call = call
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -92,6 +96,10 @@ class LockStep:
                 "torch.device(...)`, of its own, which would reach the other jobs: enter it around "
                 "all of them instead"
             )
+        if site is None:
+            job.looked_at.clear()
+        else:
+            self._let_go(job)
         job.site = site
         mine = ThreadSettings()
         try:
@@ -99,6 +107,14 @@ class LockStep:
         finally:
             mine.restore()
             job.site = None
+
+    def _let_go(self, job: _Job) -> None:
+        """Free what the job's forwards have no more use for, once a pass for each."""
+        for frame in forwards(sys._getframe(2)):
+            place = frame.f_code, frame.f_lasti
+            if place not in job.looked_at:
+                job.looked_at.add(place)
+                let_go(frame)
 
     def _surroundings(self) -> tuple[int, int, int]:
         """What is set for the thread and cannot be put aside."""
