@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,36 +16,25 @@ from offload import aio, kernels
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
 from offload.device import compute_device
-from offload.errors import BudgetError, UnsupportedError
-from offload.kernels.host_library import why_not_host
-from offload.memory_limits import host_memory_available
+from offload.errors import UnsupportedError
 from offload.models.build import build_model
 from offload.models.describe import describe
 from offload.models.fused import FusedEngine
 from offload.models.hooked import PassOwner
 from offload.models.host_kv import HostKv
-from offload.models.host_rows import why_not_on_cpu
 from offload.models.install import install
-from offload.models.modules import find_layers
 from offload.models.parts import ModelParts, take_apart
-from offload.models.quantized.forward import scratch_bytes
 from offload.models.quantized.layer import adjacent
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
-from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
 from offload.packed import quantised_checkpoint
-from offload.planned import PlannedRun, plan_run
+from offload.placement import own_tier_modules, place
 from offload.row_copies import row_copies
 from offload.scheduler.plan import (
-    Budget,
-    LayerSize,
     Plan,
     Tier,
-    Workload,
-    auto_plan,
-    fixed_plan,
 )
 from offload.scheduler.setting import Goal
 from offload.scheduler.stream import Stream
@@ -55,15 +43,6 @@ from offload.store import WeightStore
 from offload.store.folder import default_folder
 from offload.store.layout import Layer
 from offload.store.pack import Pack, live_pack, needs_pack
-
-DEFAULT_PREFETCH = {"cuda": 2, "cpu": 1}
-# Disk requests where the drive was not tuned (`offload bench nvme --tune`): bytes, and in flight.
-CHUNK_BYTES = 8 << 20
-CHUNKS = {"cuda": 16, "cpu": 8}
-# Tokens of prompts that stand at once in a layer, where all are too many.
-PREFILL_ROWS = (8192, 4096, 2048, 1024)
-HOST_SHARE = 0.9  # of the free CPU memory, where the user names no limit
-DEVICE_SHARE = 0.95  # of the free GPU memory, likewise: the allocator needs air
 
 
 def run(
@@ -224,19 +203,12 @@ def offload_built(
     Its weights are LazyTensors, or real ones where `checkpoint` is None.
     """
     device = compute_device(config.compute)
-    own_tier = _own_tier_modules(network, config.tiers)
+    own_tier = own_tier_modules(network, config.tiers)
     spec, engine_reason = _choose_engine(network, config)
     parts = take_apart(network, own_tier, adjacent(network, spec) if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
-    goal = None
-    if config.goal is not None:
-        goal = _plan_goal(network, parts, spec, checkpoint, config, io)
-        config = goal.config
-    kv_cpu_bytes = _kv_cpu_bytes(network, spec, config, engine_reason)
-    if goal is not None:
-        plan, prefill_rows = goal.plan, goal.prefill_rows
-    else:
-        plan, prefill_rows = _planned(network, parts, spec, kv_cpu_bytes, config, io)
+    placed = place(network, parts, spec, engine_reason, checkpoint, _pack_home(config), config, io)
+    config, plan = placed.config, placed.plan
     layers, pack = _pack(parts, plan, checkpoint, config)
     store = WeightStore(layers, plan, device, io)
     try:
@@ -246,10 +218,9 @@ def offload_built(
         network.eval()
         engine = None
         if spec is not None:
-            host_kv = _host_kv(spec, kv_cpu_bytes, config)
-            engine = FusedEngine(spec, parts, owner, config.compute, host_kv, prefill_rows)
-        planned = None if goal is None else goal.planned
-        Offload(parts, plan, store, owner, device, pack, engine, engine_reason, planned)
+            host_kv = _host_kv(spec, placed.kv_cpu_bytes, config)
+            engine = FusedEngine(spec, parts, owner, config.compute, host_kv, placed.prefill_rows)
+        Offload(parts, plan, store, owner, device, pack, engine, engine_reason, placed.planned)
     except BaseException:
         store.close()
         if pack is not None:
@@ -285,164 +256,6 @@ def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[Mod
     return spec, f"the family {spec.family} on fused kernels"
 
 
-def _own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> list[str]:
-    """Modules outside the layers that were given a tier by name."""
-    layers = find_layers(network)
-    modules = {name for name, _ in network.named_modules()}
-    unknown = [name for name in tiers if name not in modules]
-    if unknown:
-        raise ValueError(
-            f"device_map names modules that {type(network).__name__} does not have: "
-            f"{', '.join(map(repr, unknown))}; "
-            f"its layers are {next(iter(layers))!r} and so on"
-        )
-    inside = [n for n in tiers if any(n.startswith(f"{layer}.") for layer in layers)]
-    if inside:
-        raise ValueError(
-            f"device_map names parts of a layer: {', '.join(map(repr, inside))}; what moves is the "
-            f"whole layer"
-        )
-    return [
-        name
-        for name, tier in tiers.items()
-        if tier is not Tier.DEVICE
-        and name not in layers
-        and not any(layer.startswith(f"{name}.") or not name for layer in layers)
-        and any(True for _ in network.get_submodule(name).parameters())
-    ]
-
-
-def _plan_goal(
-    network: PreTrainedModel,
-    parts: ModelParts,
-    spec: ModelSpec | None,
-    checkpoint: Checkpoint | None,
-    config: OffloadConfig,
-    io: Mapping[str, Any],
-) -> PlannedRun:
-    extents = checkpoint.tensors.values() if checkpoint is not None else ()
-    requests = {
-        "block_size": io.get("block_size", CHUNK_BYTES),
-        "queue_depth": io.get("queue_depth", CHUNKS[config.compute.type]),
-    }
-    files = list(dict.fromkeys(extent.file for extent in extents))
-    home = _pack_home(config)
-    return plan_run(network, parts, spec, config, _budget(config), files, home, requests)
-
-
-def _planned(
-    network: PreTrainedModel,
-    parts: ModelParts,
-    spec: ModelSpec | None,
-    kv_cpu_bytes: int,
-    config: OffloadConfig,
-    io: Mapping[str, Any],
-) -> tuple[Plan, int | None]:
-    """The plan, and how many tokens of prompts stand at once in a layer (None: all): fewer only
-    where the loads ahead that were asked for do not fit otherwise. Raises BudgetError.
-    """
-    few = spec is not None and config.compute.type != "cpu"  # whose memory is one of weights
-    best: tuple[Plan, int | None] | None = None
-    problem: BudgetError | None = None
-    for rows in (*(() if config.kv_on_cpu else (None,)), *(PREFILL_ROWS if few else ())) or (None,):
-        reserve = _reserve(network, config, spec is not None, rows)
-        try:
-            plan = _plan(parts, config, reserve, kv_cpu_bytes, io)
-        except BudgetError as error:
-            problem = error
-            continue
-        if best is None or plan.depth > best[0].depth:
-            best = plan, rows
-        if not plan.notes:
-            break
-    if best is None:
-        assert problem is not None
-        raise problem
-    return best
-
-
-def _plan(
-    parts: ModelParts,
-    config: OffloadConfig,
-    reserve_bytes: int,
-    kv_cpu_bytes: int,
-    io: Mapping[str, Any],
-) -> Plan:
-    sizes = [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers]
-    kind = config.compute.type
-    work = Workload(
-        outside_bytes=parts.outside_bytes,
-        reserve_bytes=reserve_bytes,
-        # Where the CPU computes, the budget is one of weights.
-        kv_cpu_bytes=0 if kind == "cpu" else kv_cpu_bytes,
-        depth=config.prefetch or DEFAULT_PREFETCH[kind],
-        max_chunk_bytes=io.get("block_size", CHUNK_BYTES),
-        max_chunks=io.get("queue_depth", CHUNKS[kind]),
-    )
-    budget = _budget(config)
-    if not config.tiers:
-        plan = auto_plan(sizes, budget, work)
-    else:
-        plan = fixed_plan(
-            sizes, [_tier_of(p.layer.name, config.tiers) for p in parts.layers], budget, work
-        )
-    if config.asked_to_offload and not plan.streamed_bytes:
-        raise BudgetError(
-            f"device_map={config.device_map!r} asks for offloading, but none of the {len(sizes)} "
-            f"layers "
-            f"({format_size(sum(s.weight_bytes for s in sizes))}) was placed off the compute device"
-        )
-    return plan
-
-
-def _tier_of(layer: str, tiers: Mapping[str, Tier]) -> Tier:
-    """The tier of the longest name that is the layer or a prefix of it."""
-    found = [n for n in tiers if n == layer or n == "" or layer.startswith(f"{n}.")]
-    if not found:
-        raise ValueError(
-            f"device_map gives {layer!r} no place; name it, a prefix of it, or '' for everything "
-            f"else"
-        )
-    return tiers[max(found, key=len)]
-
-
-def _reserve(
-    network: PreTrainedModel, config: OffloadConfig, fused: bool, prefill_rows: int | None
-) -> int:
-    scratch = scratch_bytes(network)  # a quantised weight stands whole while it is multiplied with
-    if config.compute.type == "cpu":
-        return scratch  # there the budget is one of weights
-    shape, itemsize = ModelShape.of(network.config), network.dtype.itemsize
-    return scratch + shape.reserve_bytes(
-        config.batch_size, _length(network, config), itemsize, fused, config.kv_on_cpu, prefill_rows
-    )
-
-
-def _length(network: PreTrainedModel, config: OffloadConfig) -> int:
-    """Tokens of a sequence that memory is kept for."""
-    return config.max_length or min(ModelShape.of(network.config).max_length, DEFAULT_LENGTH)
-
-
-def _kv_cpu_bytes(
-    network: PreTrainedModel, spec: ModelSpec | None, config: OffloadConfig, engine_reason: str
-) -> int:
-    """CPU memory for keys and values; raises UnsupportedError where none can be used."""
-    if not config.kv_on_cpu:
-        return 0
-    if spec is None:
-        raise UnsupportedError(
-            f"kv_on_cpu={config.kv_on_cpu} takes the fused engine, and this model runs on "
-            f"{engine_reason}"
-        )
-    problem = why_not_on_cpu(spec, network.dtype)
-    if problem is None and config.compute.type != "cpu":
-        problem = why_not_host()
-    if problem is not None:
-        raise UnsupportedError(f"kv_on_cpu={config.kv_on_cpu}: {problem}")
-    columns = config.kv_on_cpu * _length(network, config) * network.dtype.itemsize
-    return columns * sum(2 * layer.layout.kv_heads * layer.layout.head_dim for layer in spec.layers)
-
-
 def _host_kv(spec: ModelSpec, kv_cpu_bytes: int, config: OffloadConfig) -> HostKv | None:
     if not config.kv_on_cpu:
         return None
@@ -451,40 +264,6 @@ def _host_kv(spec: ModelSpec, kv_cpu_bytes: int, config: OffloadConfig) -> HostK
     block = kv_cpu_bytes * max(widths) // sum(widths)
     lock: Literal["auto", False] = "auto" if config.compute.type == "cuda" else False
     return HostKv(config.gpu_sequences, block, row_copies(config.compute), lock)
-
-
-def _budget(config: OffloadConfig) -> Budget:
-    cpu_found = int(host_memory_available() * HOST_SHARE)
-    cpu = config.memory.get("cpu", cpu_found)
-    if "cpu" in config.memory and cpu > cpu_found:
-        _warn_overridden("cpu", cpu, cpu_found)
-    if config.compute.type == "cpu":
-        gpus = [k for k in config.memory if k != "cpu" and k != 0]
-        if gpus:
-            raise ValueError(
-                f"max_memory names GPU {gpus[0]}, but the CPU computes (device={config.compute})"
-            )
-        return Budget(device=config.memory.get(0, cpu), cpu=cpu, shared=True)
-    index = config.compute.index
-    others = [k for k in config.memory if k not in ("cpu", index)]
-    if others:
-        raise ValueError(
-            f"max_memory names GPU {others[0]}, but the compute device is {config.compute}; one "
-            f"GPU computes"
-        )
-    found = int(torch.cuda.mem_get_info(config.compute)[0] * DEVICE_SHARE)
-    limit = config.memory.get(index, found)
-    if limit > found:
-        _warn_overridden(index, limit, found)
-    return Budget(device=limit, cpu=cpu)
-
-
-def _warn_overridden(key: int | str, asked: int, found: int) -> None:
-    warnings.warn(
-        f"max_memory[{key!r}] = {format_size(asked)} is more than the {format_size(found)} found "
-        f"free; taking your word for it",
-        stacklevel=5,
-    )
 
 
 def _pack_home(config: OffloadConfig) -> Path:

@@ -139,7 +139,7 @@ def _hardware(file: str | None) -> Hardware:
 
 
 def _budget(limits: dict[int | str, int], hardware: Hardware) -> Budget:
-    from offload.api import DEVICE_SHARE, HOST_SHARE
+    from offload.budget import DEVICE_SHARE, HOST_SHARE
 
     others = [place for place in limits if place not in (0, "cpu")]
     if others:
