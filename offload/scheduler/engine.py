@@ -31,6 +31,8 @@ class Engine:
     cpu_kv: frozenset[CpuAttention] = field(default=frozenset())  # how it may serve them
     chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
     micro_batches: bool = False  # whether it takes several passes over prompts, and parts of a step
+    whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one
+    stored_rows: int | None = None  # so many are multiplied with them as they are stored; None: any
 
     def alive_elements(self, rows: int, hidden: int, intermediate: int) -> int:
         """Elements of activations in the widest place of a layer."""
@@ -63,9 +65,16 @@ FUSED = Engine(
     mlp_rows=8192,
     cpu_kv=frozenset({CpuAttention.CPU}),
     chunks=True,
+    whole_layers=True,
+    stored_rows=64,
 )
 # PyTorch's modules from Python: many small kernels, each of them through its dispatcher.
 TRANSFORMERS = Engine(
-    name="transformers", kernels=240, between_steps=160, alive=(3, 2), moved=(40, 10)
+    name="transformers",
+    kernels=240,
+    between_steps=160,
+    alive=(3, 2),
+    moved=(40, 10),
+    stored_rows=0,
 )
 ENGINES = {engine.name: engine for engine in (FUSED, TRANSFORMERS, EVERYTHING)}

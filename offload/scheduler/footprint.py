@@ -82,10 +82,11 @@ class Weights:
 
     @cached_property
     def buffer(self) -> int:
-        """For one weight made wide again, where products need that."""
+        """For weights made wide again, where products need that: one, or a layer's."""
         if not self.precision.quantised:
             return 0
-        largest = max(layer.largest for layer in self.model.layers)
+        layers, all_at_once = self.model.layers, self.model.engine.whole_layers
+        largest = max(max(x.largest, x.matrices if all_at_once else 0) for x in layers)
         return largest * self.model.itemsize(self.precision)
 
 

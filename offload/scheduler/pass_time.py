@@ -114,7 +114,8 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     on_gpu, rises = setting.gpu_sequences, setting.attention is CpuAttention.GPU
     at_cpu = setting.cpu_sequences if setting.attention is CpuAttention.CPU else 0
     hbm_rate = hardware.needed("hbm")
-    matrix_rate = _few_rows_rate(model, hardware, setting)
+    whole = _made_whole(model, setting)
+    matrix_rate = _few_rows_rate(model, hardware, setting, whole)
     attention = kv * (batch - at_cpu) / hbm_rate
 
     moved, read = weights.moved(setting)
@@ -130,7 +131,12 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     for layer, size, count in weights.kinds:
         touched, products = _products(layer, size, batch, parts, hbm_rate, matrix_rate)
-        gemm = max(touched, products, launch)
+        if whole:  # written ahead of the product, which reads them
+            wide = parts * layer.active * model.itemsize(setting.precision) / hbm_rate
+            gemm = max(touched + wide + max(wide, products), launch)
+            touched += 2 * wide
+        else:
+            gemm = max(touched, products, launch)
         if parts > 1:
             layers.append(max(gemm + attention, cpu_layer))
         else:  # both attend at once, and join before the output projection
@@ -156,13 +162,20 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     )
 
 
-def _few_rows_rate(model: ModelProfile, hardware: Hardware, setting: Setting) -> float:
+def _made_whole(model: ModelProfile, setting: Setting) -> bool:
+    """Whether a decode pass multiplies with quantised weights that were made wide before."""
+    most = model.engine.stored_rows
+    rows = setting.batch / setting.decode_micro_batches
+    return setting.precision.quantised and most is not None and rows > most
+
+
+def _few_rows_rate(model: ModelProfile, hardware: Hardware, setting: Setting, whole: bool) -> float:
     """FLOP/s of a decode pass's products. With few rows what was measured is how fast the weights
     are read: fewer bytes a weight take less time, down to that of the matrix units.
     """
     dtype, precision = model.dtype(setting.precision), setting.precision
     rate = hardware.matrix_rate(dtype, setting.batch / setting.decode_micro_batches)
-    if not precision.quantised:
+    if whole or not precision.quantised:
         return rate
     group = precision.group
     fewer = model.itemsize(precision) * group / precision.weight_bytes(group)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, H200, LLAMA_2_70B, OPT_30B
 
-from offload.scheduler.engine import CpuAttention
+from offload.scheduler.engine import FUSED, CpuAttention
 from offload.scheduler.footprint import footprint
 from offload.scheduler.largest import largest
 from offload.scheduler.least import least_cpu, least_device
@@ -58,6 +58,9 @@ def test_passes_micro_batches_and_quantised_weights() -> None:
     four = footprint(OPT_30B, JOB, replace(PLAIN, weights="int4"))
     wide = 4 * HIDDEN**2 * 2  # the largest weight in 16 bits
     assert four.workspace == footprint(OPT_30B, JOB, PLAIN).workspace + wide
+    fused = replace(OPT_30B, engine=FUSED)  # a whole layer
+    four_fused = footprint(fused, JOB, replace(PLAIN, weights="int4"))
+    assert four_fused.workspace == footprint(fused, JOB, PLAIN).workspace + 3 * wide
     assert four.cpu_layers / 30 == pytest.approx(12 * HIDDEN**2 * 4.25 / 8, rel=1e-3)
 
 

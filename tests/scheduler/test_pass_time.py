@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from profiles import H200, LLAMA_2_70B, OPT_30B
 
-from offload.scheduler.engine import CpuAttention
+from offload.scheduler.engine import EVERYTHING, FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.model_profile import LayerProfile, Precision
 from offload.scheduler.pass_time import CHAIN, decode_pass, prefill_pass
 from offload.scheduler.setting import Job, Setting
@@ -27,6 +27,23 @@ def test_decode_with_everything_on_the_gpu() -> None:
     read = (48 * LAYER + 100 * LENGTH * KV + head) / 4.39e12
     assert found.busy["HBM"] == pytest.approx(read)
     assert read <= found.seconds <= 1.4 * read  # products of 100 rows take longer than their read
+
+
+def test_many_rows_meet_quantised_weights_that_were_made_wide() -> None:
+    wide = 12 * 7168**2 + 13 * 7168  # parameters of a layer
+    how = replace(PLAIN, resident=48, cpu=0, depth=0, weights="int4")
+
+    def hbm(engine: Engine, rows: int, parts: int = 1) -> float:
+        setting = replace(how, gpu_sequences=rows, decode_micro_batches=parts)
+        return decode_pass(replace(OPT_30B, engine=engine), H200, JOB, setting).busy["HBM"]
+
+    made = 48 * 2 * 2 * wide / 4.39e12  # written and read
+    assert hbm(FUSED, 64) == pytest.approx(hbm(EVERYTHING, 64))
+    assert hbm(FUSED, 65) - hbm(EVERYTHING, 65) == pytest.approx(made)
+    assert hbm(FUSED, 120, 2) == pytest.approx(hbm(EVERYTHING, 120, 2))
+    assert hbm(TRANSFORMERS, 1) - hbm(EVERYTHING, 1) == pytest.approx(made)
+    plain = decode_pass(replace(OPT_30B, engine=TRANSFORMERS), H200, JOB, PLAIN).busy["HBM"]
+    assert plain == pytest.approx(decode_pass(OPT_30B, H200, JOB, PLAIN).busy["HBM"])
 
 
 def test_decode_bound_by_the_link_and_by_the_disk() -> None:
