@@ -199,6 +199,23 @@ def test_calls_of_any_kind(model: Any) -> None:
     assert model.offload.together([]) == []
 
 
+@pytest.mark.parametrize("engine", ["transformers", "fused"])
+def test_rotary_tables_grow_for_each_alone(variant_folder: Folder, engine: str) -> None:
+    """A table for the longest sequence so far would change what a shorter one computes."""
+    folder = variant_folder("llama-dynamic-rope")  # grows behind 16 tokens
+    work = [
+        {**variants.inputs("llama", length=length), "max_new_tokens": 4, "do_sample": False}
+        | {"return_dict_in_generate": True, "output_logits": True}
+        for length in (24, 17, 20, 8)
+    ]
+    with offload.run(folder, device_map="cpu", prefetch=1, engine=engine) as model:
+        got = model.offload.generate(work)
+    for output, request in zip(got, work, strict=True):
+        want = comparison.plain_model(folder).generate(**request)
+        for ours, theirs in zip(output.logits, want.logits, strict=True):
+            assert comparison.spread(ours, theirs) < (1e-4 if engine == "fused" else 1e-12)
+
+
 def test_prompts_share_the_memory_between_a_blocks_products(
     variant_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
