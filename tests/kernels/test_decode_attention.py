@@ -365,10 +365,17 @@ CLUSTERED: dict[str, tuple[list[int], int, int, int]] = {
 
 
 @pytest.mark.parametrize("name", CLUSTERED)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("machine", KERNELS)
-def test_clusters(machine: str, dtype: torch.dtype, name: str) -> None:
+def test_clusters(machine: str, name: str) -> None:
     """Right, and bit for bit the same whichever CTA comes last."""
+    # On the host either dtype in turns: nothing that these cases are about depends on it.
+    dtypes = (torch.float16, torch.bfloat16)
+    turn = list(CLUSTERED).index(name) % 2
+    for dtype in dtypes if machine == "cuda" else dtypes[turn : turn + 1]:
+        check_cluster(machine, dtype, name)
+
+
+def check_cluster(machine: str, dtype: torch.dtype, name: str) -> None:
     lengths, group, splits, variant = CLUSTERED[name]
     sizes: dict[str, Any] = {"lengths": lengths, "capacity": max(lengths), "group": group}
     sizes |= {"head_dim": 80, "kv_heads": 2, "splits": splits, "variant": variant}

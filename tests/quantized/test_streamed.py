@@ -43,6 +43,15 @@ METHODS += [("mixtral", "gptq-order"), ("mixtral", "awq"), ("qwen3_moe", "fp8"),
 METHODS += [("gpt_oss", "mxfp4")]
 
 
+def in_turns(cases: list[tuple[str, Any]]) -> list[Any]:
+    """Each case on one tier, the tiers in turns; its other tier is slow."""
+    slow = [
+        pytest.param(*case, ("nvme", "cpu")[i % 2], marks=pytest.mark.slow)
+        for i, case in enumerate(cases)
+    ]
+    return [(*case, ("cpu", "nvme")[i % 2]) for i, case in enumerate(cases)] + slow
+
+
 def check(folder: Path, plain: transformers.PreTrainedModel, tier: str, tmp_path: Path) -> None:
     """Bit-equal logits and tokens; what moves is what is stored."""
     wanted = folders.logits(plain)
@@ -57,16 +66,14 @@ def check(folder: Path, plain: transformers.PreTrainedModel, tier: str, tmp_path
     assert not (tmp_path / "offload-home").exists()  # from the files as they are
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize(("name", "asked"), PACKED, ids=str)
+@pytest.mark.parametrize(("name", "asked", "tier"), in_turns(PACKED), ids=str)
 def test_packed_folders(source: Source, tmp_path: Path, name: str, asked: Any, tier: str) -> None:
     out = folders.pack(source(name), tmp_path / "out", asked)
     state = folders.whole(out, asked, torch.bfloat16)
     check(out, folders.plain_model(source(name), state, tmp_path / "whole"), tier, tmp_path)
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize(("name", "method"), METHODS)
+@pytest.mark.parametrize(("name", "method", "tier"), in_turns(METHODS))
 def test_published_methods(
     source: Source, tmp_path: Path, name: str, method: str, tier: str
 ) -> None:
