@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from offload import aio, kernels
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
-from offload.device import compute_device
+from offload.device import ComputeDevice, compute_device
 from offload.errors import UnsupportedError
 from offload.models.build import build_model
 from offload.models.describe import describe
@@ -218,7 +218,7 @@ def offload_built(
         network.eval()
         engine = None
         if spec is not None:
-            host_kv = _host_kv(spec, placed.kv_cpu_bytes, config)
+            host_kv = _host_kv(spec, placed.kv_cpu_bytes, config, device)
             engine = FusedEngine(spec, parts, owner, config.compute, host_kv, placed.prefill_rows)
         Offload(parts, plan, store, owner, device, pack, engine, engine_reason, placed.planned)
     except BaseException:
@@ -256,14 +256,16 @@ def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[Mod
     return spec, f"the family {spec.family} on fused kernels"
 
 
-def _host_kv(spec: ModelSpec, kv_cpu_bytes: int, config: OffloadConfig) -> HostKv | None:
+def _host_kv(
+    spec: ModelSpec, kv_cpu_bytes: int, config: OffloadConfig, device: ComputeDevice
+) -> HostKv | None:
     if not config.kv_on_cpu:
         return None
     # One size for all layers, so that any layer's next cache finds a block.
     widths = [layer.layout.kv_heads * layer.layout.head_dim for layer in spec.layers]
     block = kv_cpu_bytes * max(widths) // sum(widths)
     lock: Literal["auto", False] = "auto" if config.compute.type == "cuda" else False
-    return HostKv(config.gpu_sequences, block, row_copies(config.compute), lock)
+    return HostKv(config.gpu_sequences, block, row_copies(device), lock)
 
 
 def _pack_home(config: OffloadConfig) -> Path:

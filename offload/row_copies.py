@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 
 from offload.aio.cudart import cuda_state
+from offload.device import ComputeDevice
 from offload.errors import UnsupportedError
+from offload.trace import Track
 
 
 class RowCopies(Protocol):
@@ -73,14 +75,15 @@ class HostCopies:
 class CudaCopies:
     """A GPU: points are CUDA events. Calls are made with that GPU as the current one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, compute: ComputeDevice) -> None:
         """Raises UnsupportedError where torch has no CUDA runtime that can be called."""
         runtime, _, reason = cuda_state()
         if runtime is None:
             raise UnsupportedError(f"keys and values in CPU memory need the CUDA runtime: {reason}")
         self._runtime = runtime
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._compute = compute
+        self._device = compute.torch_device
+        self._stream = torch.cuda.Stream(self._device)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -95,8 +98,16 @@ class CudaCopies:
 
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        trace = self._compute.trace
+        start = None if trace is None else self._point(timed=True)
         self._copy(target, source, self._stream)
-        return self._stream.record_event()
+        stop = self._point(timed=trace is not None)
+        if trace is not None:
+            trace.device(Track.LINK_DOWN, "rows", start, stop, source.nbytes)
+        return stop
+
+    def _point(self, timed: bool) -> torch.cuda.Event:
+        return self._stream.record_event(torch.cuda.Event(enable_timing=timed))
 
     def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy(target, source, torch.cuda.current_stream(self._device))
@@ -126,9 +137,9 @@ class CudaCopies:
         self._stream.synchronize()
 
 
-def row_copies(device: torch.device) -> RowCopies:
+def row_copies(compute: ComputeDevice) -> RowCopies:
     """Those of the compute device."""
-    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+    return CudaCopies(compute) if compute.torch_device.type == "cuda" else HostCopies()
 
 
 def _pitch(rows: torch.Tensor) -> int:

@@ -51,7 +51,7 @@ PASS = [
     span(Track.COMPUTE, 0, 4, waits_for="its weights"),
     span(Track.COMPUTE, 4, 7),
     span(Track.COMPUTE, 7, 9, waits_for="its weights"),
-    span(Track.COMPUTE, 9, 9.5),
+    span(Track.COMPUTE, 9, 9.75),
     span(Track.COMPUTE, 9.5, 9.75, waits_for="CPU attention"),
     span(Track.CPU_ATTENTION, 9, 9.75),
     span(Track.HOST, 0, 10),
@@ -138,19 +138,24 @@ def test_a_stream_tells_when_a_layer_is_waited_for_and_when_it_works() -> None:
         clock.now += 3
         stream.release(site)
     clock.now += 4
+    trace.joins()
+    clock.now += 1
+    trace.joined()
     trace.pass_ends()
     spans = trace.end()
     compute = [(s.name, s.start, s.stop, s.waits_for) for s in spans if s.track is Track.COMPUTE]
     assert compute[:4] == [
-        ("wait 0", 5, 10, "its weights"),
+        ("waits for layer 0", 5, 10, "its weights"),
         ("layer 0", 10, 13, ""),
-        ("wait 1", 13, 15, "its weights"),
+        ("waits for layer 1", 13, 15, "its weights"),
         ("layer 1", 15, 18, ""),
     ]
     assert compute[4] == ("resident layers and the rest", 18, 22, "")
-    assert [(s.start, s.stop) for s in spans if s.track is Track.PASS] == [(5, 22)]
+    assert compute[5] == ("waits for CPU attention", 22, 23, "CPU attention")
+    assert [(s.start, s.stop) for s in spans if s.track is Track.PASS] == [(5, 23)]
     assert Counter(s.name for s in spans if s.track is Track.HOST) == Counter(
-        [f"{what} layer {i}" for what in ("waits for", "issues") for i in (0, 1)] + ["issues pass"]
+        [f"{what} layer {i}" for what in ("waits for", "issues") for i in (0, 1)]
+        + ["issues pass", "waits for CPU attention"]
     )
 
 

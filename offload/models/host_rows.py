@@ -199,6 +199,8 @@ class HostCall:
         rows' attention, and the next layers' weights are on their way.
         """
         exchange, attention, trace = self._exchange, self._attention, self._rows.work.trace()
+        if trace is not None:
+            trace.joins()
         asked = time.perf_counter()
         exchange.copies.synchronize(exchange.point)
         step, start = self._rows.begin(self._first), time.perf_counter()
@@ -211,6 +213,7 @@ class HostCall:
         step.nbytes += attention.bytes_read
         if trace is not None:
             trace.host(Track.CPU_ATTENTION, "attention", start, attention.bytes_read)
+            trace.joined()
         # A kernel that reads CPU memory: the result does not queue up behind a layer of weights. It
         # is not overwritten before the next layer's queries are down, which this kernel precedes.
         torch.mul(exchange.mapped, 1, out=self._out)

@@ -89,26 +89,27 @@ def picture(spans: Sequence[Span]) -> Picture | None:
     chosen = next(i for i, s in enumerate(passes) if s.stop - s.start == middle)
     window = [(passes[chosen].start, passes[chosen].stop)]
     work = {track: _of(spans, track, window) for track in _DRAWN}
+    joins = _of(spans, Track.COMPUTE, window, waits_for=Track.CPU_ATTENTION.value)
+    work[Track.COMPUTE] = without(work[Track.COMPUTE], joins)  # in the middle of a layer
     return Picture(
         number=chosen + 1,
         passes=len(passes),
         seconds=middle,
         busy={track: length(found) for track, found in work.items()},
         moved={track: _moved(spans, track, window) for track in _DRAWN},
-        compute=_compute(spans, window, work),
+        compute=_compute(window, work, joins),
         link=_link(spans, window, work),
         shares={track: _shares(found, window[0]) for track, found in work.items()},
     )
 
 
 def _compute(
-    spans: Sequence[Span], window: Intervals, work: Mapping[Track, Intervals]
+    window: Intervals, work: Mapping[Track, Intervals], joins: Intervals
 ) -> dict[str, float]:
     """What the compute device did. While it waits for weights, the link has the blame if it works,
     else a disk that works, else whoever has not asked for them.
     """
     left = without(window, work[Track.COMPUTE])
-    joins = _of(spans, Track.COMPUTE, window, waits_for="CPU attention")
     found = {"works": length(work[Track.COMPUTE])}
     for cause, held in (
         ("waits for CPU attention", joins),

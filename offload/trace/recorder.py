@@ -78,7 +78,7 @@ class Trace:
         self._clock = clock
         self._host: list[Span] = []
         self._marked: list[_Marked] = []
-        self._open: dict[tuple[str, int], list[_Open]] = defaultdict(list)
+        self._open: dict[tuple[str, int | None], list[_Open]] = defaultdict(list)
         self._ended: list[Span] | None = None
         self._thread: int | None = None  # that runs passes
         self._origin = clock.timed_mark()
@@ -120,43 +120,55 @@ class Trace:
 
     def waits(self, layer: int) -> None:
         """What is computed from now on needs `layer`, which may be on its way."""
-        self._begin("wait", layer)
+        self._begin("waits for layer", layer)
 
     def computes(self, layer: int) -> None:
         """It has been waited for, and its work is issued from now on."""
-        self._end("wait", layer, waits_for="its weights")
+        self._end("waits for layer", layer, waits_for="its weights")
         self._begin("layer", layer)
 
     def computed(self, layer: int) -> None:
         """All of its work has been issued."""
         self._end("layer", layer)
 
+    def joins(self) -> None:
+        """What is computed from now on needs what CPU cores are at work on."""
+        self._begin("waits for CPU attention")
+
+    def joined(self) -> None:
+        """That is done."""
+        self._end("waits for CPU attention", waits_for=Track.CPU_ATTENTION.value)
+
     def pass_begins(self) -> None:
         """A pass of the model begins."""
-        self._open["pass", 0].clear()  # of a pass that did not end
+        self._open["pass", None].clear()  # of a pass that did not end
         self._thread = threading.get_ident()
-        self._begin("pass", 0)
+        self._begin("pass")
 
     def pass_ends(self) -> None:
         """All of its work has been issued."""
-        self._end("pass", 0, Track.PASS)
+        self._end("pass", None, Track.PASS)
 
-    def _begin(self, what: str, number: int) -> None:
+    def _begin(self, what: str, number: int | None = None) -> None:
         if self._ended is None:
             self._open[what, number].append(_Open(self._clock.timed_mark(), time.perf_counter()))
 
     def _end(
-        self, what: str, number: int, track: Track = Track.COMPUTE, waits_for: str = ""
+        self,
+        what: str,
+        number: int | None = None,
+        track: Track = Track.COMPUTE,
+        waits_for: str = "",
     ) -> None:
         begun = self._open[what, number]
         if self._ended is not None or not begun:
             return  # it began before the trace
         start, now = begun.pop(), time.perf_counter()
-        name = what if track is Track.PASS else f"{what} {number}"
+        name = what if number is None else f"{what} {number}"
         asked = now if track is Track.PASS else start.asked
         self.device(track, name, start.start, self._clock.timed_mark(), 0, asked, waits_for)
         if waits_for:
-            self.host(Track.HOST, f"waits for layer {number}", start.asked, waits_for=waits_for)
+            self.host(Track.HOST, name, start.asked, waits_for=waits_for)
         elif now > start.asked:
             self.host(Track.HOST, f"issues {name}", start.asked)
 

@@ -24,6 +24,7 @@ from offload.scheduler.footprint import footprint
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.plan import Tier
 from offload.scheduler.setting import Job, Setting
+from offload.trace import Track
 
 CPU = torch.device("cpu")
 JOB = {"prompt_len": 12, "gen_len": 4}
@@ -102,8 +103,12 @@ def test_sequences_go_to_cpu_memory_where_that_gives_more(
     with run(folder, engine="fused", max_memory=limits, **job) as model:
         how = model.offload.planned.choice.setting
         assert how.attention is CpuAttention.CPU and how.cpu_sequences > 0
-        tokens = greedy(model, how.batch, 2, 30)
-        said = str(model.offload.report())
+        with model.offload.trace():
+            tokens = greedy(model, how.batch, 2, 30)
+        report = model.offload.report()
+        said = str(report)
+        assert report.picture.busy[Track.CPU_ATTENTION] > 0
+        assert report.picture.compute["waits for CPU attention"] > 0
         assert f"keys and values of {how.cpu_sequences} in CPU memory" in said
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(tokens, greedy(plain, how.batch, 2, 30))
