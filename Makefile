@@ -8,6 +8,14 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST := python -m pytest -n $(WORKERS) --dist worksteal
+
+# Where there is no GPU the kernels are compiled to be checked, not to be run (see setup.py).
+KERNELS := $(if $(wildcard /dev/nvidiactl /dev/dxg),run,check)
+TEST := $(VENV)/.test-$(KERNELS)
+DEMO := $(VENV)/.demo-$(KERNELS)
+INSTALL := $(if $(filter check,$(KERNELS)),OFFLOAD_CHECK_KERNELS=1 )$(BIN)/python -m pip install -qq --no-compile
 
 # transformers releases that the tests marked `compat` run on; the main environment has the newest.
 OLDEST := 5.10.4
@@ -22,7 +30,7 @@ NATIVE = $(shell find offload tests \( -name '*.cpp' -o -name '*.hpp' -o -name '
 DEMO_PROMPT ?= Explain in two sentences why the sky is blue.
 DEMO_BUDGET ?= cpu=130MB
 
-demo: $(VENV)/.demo
+demo: $(DEMO)
 	@model=$$($(BIN)/python scripts/demo_model.py); \
 	set -x; \
 	$(BIN)/python -m offload run "$$model" --device-map nvme --max-memory $(DEMO_BUDGET) \
@@ -30,23 +38,23 @@ demo: $(VENV)/.demo
 
 # The main run comes last: its summary is what a reader of the log looks for.
 test: lint $(VENV)-$(OLDEST)/.ready
-	$(VENV)-$(OLDEST)/bin/python -m pytest -m "compat and not slow"
-	$(BIN)/python -m pytest
+	$(VENV)-$(OLDEST)/bin/$(PYTEST) -m "compat and not slow"
+	$(BIN)/$(PYTEST)
 
-test-slow: $(VENV)/.test
+test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow
 
-test-compat: $(COMPAT:%=$(VENV)-%/.ready) $(VENV)/.test
-	for version in $(COMPAT); do $(VENV)-$$version/bin/python -m pytest -m "compat and not slow"; done
-	$(BIN)/python -m pytest -m "compat and not slow"
+test-compat: $(COMPAT:%=$(VENV)-%/.ready) $(TEST)
+	for version in $(COMPAT); do $(VENV)-$$version/bin/$(PYTEST) -m "compat and not slow"; done
+	$(BIN)/$(PYTEST) -m "compat and not slow"
 
-lint: $(VENV)/.test
+lint: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(NATIVE),$(BIN)/clang-format --dry-run -Werror $(NATIVE))
 
-format: $(VENV)/.test
+format: $(TEST)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(NATIVE),$(BIN)/clang-format -i $(NATIVE))
@@ -61,18 +69,19 @@ $(VENV)/.torch: scripts/make_venv.sh
 	touch $@
 
 # The tests' environment holds the demo's too, so that neither sets up again after the other.
-$(VENV)/.test: $(VENV)/.torch $(PACKAGED)
-	$(BIN)/python -m pip install -qq -e '.[test]'
-	touch $(VENV)/.demo $@
+$(TEST): $(VENV)/.torch $(PACKAGED)
+	$(INSTALL) -e '.[test]'
+	touch $(DEMO) $@
 
-$(VENV)/.demo: $(VENV)/.torch $(PACKAGED)
-	$(BIN)/python -m pip install -qq -e '.[demo]'
+$(DEMO): $(VENV)/.torch $(PACKAGED)
+	$(INSTALL) -e '.[demo]'
 	touch $@
 
-# An environment of its own for an older transformers; the package is imported from the folder, so
-# that what the main environment compiled serves here too.
-$(VENV)-%/.ready: scripts/make_venv.sh Makefile
-	scripts/make_venv.sh $(VENV)-$* $(PYTHON)
-	$(VENV)-$*/bin/python -m pip install -qq transformers==$* accelerate greenlet psutil \
-	    hypothesis pytest pytest-timeout
+# An older transformers, and what it needs of another release than the main environment has; all
+# else is found there. The package is imported from the folder.
+$(VENV)-%/.ready: Makefile | $(TEST)
+	$(BIN)/python -m venv --clear --without-pip $(VENV)-$*
+	packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	packages $(BIN)/python > "$$(packages $(VENV)-$*/bin/python)/main.pth"
+	$(VENV)-$*/bin/python -m pip install -qq --no-compile transformers==$*
 	touch $@

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with torch in it, or completes a half-made one: make_venv.sh FOLDER [PYTHON]
+# Most of what is installed is never imported: Python compiles what is, at its first import.
 set -euo pipefail
 folder=$1
 python=${2:-python3}
@@ -17,7 +18,7 @@ if ! "$folder/bin/python" -c 'import torch' 2>/dev/null; then
     # Where this release lies in a local wheel folder it is the small CPU build; whatever the newest
     # release is, it would be gigabytes of CUDA libraries.
     if [ "$("$folder/bin/python" -c 'import sys; print(sys.version_info[:2])')" != "(3, 11)" ] ||
-        ! "$folder/bin/python" -m pip install torch==2.13.0; then
-        "$folder/bin/python" -m pip install torch
+        ! "$folder/bin/python" -m pip install --no-compile torch==2.13.0; then
+        "$folder/bin/python" -m pip install --no-compile torch
     fi
 fi

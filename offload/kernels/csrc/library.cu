@@ -76,6 +76,11 @@ OFFLOAD_API int64_t offload_struct_size(int32_t index) {
 
 OFFLOAD_API int offload_device_supported(int32_t index) {
     using namespace offload;
+#ifdef OFFLOAD_CHECK_ONLY
+    return refuse(
+        "the kernels were compiled to be checked, not to be run: install again without "
+        "OFFLOAD_CHECK_KERNELS");
+#endif
     int count = 0, before = 0;
     if (int status = cuda_status("cudaGetDeviceCount", cudaGetDeviceCount(&count))) return status;
     if (index < 0 || index >= count) return refuse("device %d: there are %d", index, count);
