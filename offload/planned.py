@@ -131,15 +131,18 @@ def _engine(
 
 
 def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, int]) -> Budget:
-    """Budgets that do not overlap: where the CPU computes, what it computes with comes first. What
-    this drive's requests take beyond what plans count is not there.
+    """Budgets that do not overlap: where the CPU computes, what it computes with comes first, and
+    leaves room for what disk reads pass through. What this drive's requests take beyond what plans
+    count is not there.
     """
     chunk = max((layer.slot for layer in model.layers), default=0) // 4 // 4096 * 4096
     ring = min(io["block_size"], max(4096, chunk)) * io["queue_depth"]
-    beyond = max(0, ring - weights_of(model, PRECISIONS[weights]).ring)
-    device = min(budget.device, budget.cpu) if budget.shared else budget.device
-    cpu = budget.cpu - (device if budget.shared else 0)
-    return Budget(device=device, cpu=max(0, cpu - beyond))
+    counted = weights_of(model, PRECISIONS[weights]).ring
+    beyond = max(0, ring - counted)
+    if not budget.shared:
+        return Budget(device=budget.device, cpu=max(0, budget.cpu - beyond))
+    device = max(0, min(budget.device, budget.cpu - max(ring, counted)))
+    return Budget(device=device, cpu=max(0, budget.cpu - device - beyond))
 
 
 def _reserve(need: Footprint) -> int:

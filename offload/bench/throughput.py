@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from offload.measure.compute import hbm_rates, product_rate
 from offload.models.host_rows import CpuWork
 from offload.scheduler.cost import Rates, predict_pass
 from offload.scheduler.plan import Plan, Tier
+from offload.scheduler.planner import Planned
 from offload.sizes import format_size
 
 
@@ -44,6 +45,8 @@ class Setup:
     kv_on_cpu: int = 0  # sequences of the batch
     trace: str | None = None  # a file, for what offload does
     micro_batch: int | None = None  # sequences of each, measured beside one batch of all
+    goal: str | None = None  # what is planned for, with the device map "auto"
+    choose_batch: bool = False  # the plan says how many sequences run at once
 
     def __post_init__(self) -> None:
         unknown = [peer for peer in self.peers if peer not in PEERS]
@@ -69,6 +72,10 @@ class Setup:
             limits[subject.device.index or 0] = self.gpu_memory
         if self.cpu_memory is not None:
             limits["cpu"] = self.cpu_memory
+        lengths: dict[str, Any] = {"max_length": work.prompt + work.gen}
+        if self.goal is not None:
+            lengths = {"goal": self.goal, "prompt_len": work.prompt, "gen_len": work.gen}
+            lengths["choose_batch"] = self.choose_batch
         return OffloadConfig(
             device_map={"": 0} if self.device_map == "resident" else self.device_map,
             max_memory=limits or None,
@@ -78,8 +85,8 @@ class Setup:
             device=subject.device,
             prefetch=self.prefetch,
             batch_size=work.batch,
-            max_length=work.prompt + work.gen,
             kv_on_cpu=self.kv_on_cpu,
+            **lengths,
         )
 
 
@@ -167,6 +174,9 @@ def _measure_offload(
         model: Any = subject.offloaded(setup.config(subject, work))
         load = time.perf_counter() - start
         with model:
+            planned = model.offload.planned
+            if setup.choose_batch:
+                work = replace(work, batch=planned.choice.setting.batch)
             for name, size in sizes_of_batches.items():
                 if found:
                     reset_peaks(device)
@@ -203,6 +213,7 @@ def _measure_offload(
         row = Row.of(name, where, timing, sizes, work, peaks, load, plan.streamed_bytes, bound)
         row.activation_bytes = activations
         result.rows.append(row)
+    result.notes += _plan_notes(result.rows[0], planned)
     result.notes += _cpu_notes(result.rows[0], plan, cpu_work)
     timings = {name: timing for name, (timing, _, _) in found.items()}
     for name in setup.micro_batches:
@@ -224,6 +235,24 @@ def _beside_one_batch(result: Result, timings: dict[str, Timing], name: str) -> 
         f"{name} beside {one}: {_compare(timings[name], timings['offload'], 'it')}",
         f"activations of a prefill at most: {format_size(a)}, {a / b:.3f} of the "
         f"{format_size(b)} of {one}",
+    ]
+
+
+def _plan_notes(row: Row, planned: Planned | None) -> list[str]:
+    """What was predicted, beside what was achieved."""
+    if planned is None:
+        return []
+    found = planned.choice
+    pairs = [("prefill", found.prefill_seconds, row.prefill_seconds)]
+    if row.step_seconds:
+        pairs.append(("a decode step", found.decode.seconds, row.step_seconds))
+    return [
+        "predicted: "
+        + ", ".join(
+            f"{name} {predicted:.4g} s ({predicted / achieved - 1:+.1%} of what it took)"
+            for name, predicted, achieved in pairs
+        )
+        + f"; limit: {found.limit}"
     ]
 
 
@@ -267,6 +296,8 @@ def _measure_peer(peer: Peer, subject: Subject, result: Result, setup: Setup) ->
 
 
 def _where(setup: Setup) -> str:
+    if setup.goal is not None:
+        return "planned"
     return setup.device_map if isinstance(setup.device_map, str) else "as given"
 
 

@@ -76,6 +76,16 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_goal(parser: Any) -> None:
+    """What a plan is made for."""
+    parser.add_argument(
+        "--goal",
+        choices=("throughput", "latency", "fits"),
+        help="plan what rests where by measured rates: most tokens a second, the shortest time, or "
+        "the least GPU memory (default: fill the GPU, then CPU memory)",
+    )
+
+
 def add_trace(parser: Any) -> None:
     """Where a trace of the passes is written."""
     parser.add_argument(

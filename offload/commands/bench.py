@@ -11,6 +11,7 @@ from typing import Any
 from offload.aio import benchmark
 from offload.commands import predictions, quality
 from offload.commands.arguments import (
+    add_goal,
     add_placement,
     add_trace,
     add_weights,
@@ -69,7 +70,12 @@ def _add_throughput(benchmarks: Any) -> None:
     )
     subject.add_argument("--model", metavar="FOLDER", help="a checkpoint folder or hub id")
     work = parser.add_argument_group("work")
-    work.add_argument("--batch", type=positive, default=32, metavar="N")
+    work.add_argument(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help="sequences (default: 32; with the goal throughput, as many as the plan says)",
+    )
     work.add_argument("--prompt-len", type=positive, default=512, metavar="N")
     work.add_argument("--gen-len", type=positive, default=32, metavar="N")
     work.add_argument("--repeat", type=positive, default=1, metavar="N", help="take medians of N")
@@ -81,7 +87,8 @@ def _add_throughput(benchmarks: Any) -> None:
     )
     add_weights(work)
     add_placement(parser)
-    parser.set_defaults(device_map="cpu")
+    parser.set_defaults(device_map=None)  # cpu, or auto where there is a goal
+    add_goal(parser)
     limits = parser.add_argument_group("limits")
     limits.add_argument("--gpu-memory", type=size, metavar="SIZE", help="cap the GPU: 24GiB")
     limits.add_argument("--cpu-memory", type=size, metavar="SIZE", help="for weights and buffers")
@@ -145,9 +152,9 @@ def _throughput(args: argparse.Namespace) -> int:
     wanted = quantization(args)
     wishes = None if wanted is None else Wishes.of(wanted)
     subject = Subject(args.shape, args.model, dtype, checked.compute, wishes)
-    work = Workload(args.batch, args.prompt_len, args.gen_len, args.repeat)
+    work = Workload(args.batch or 32, args.prompt_len, args.gen_len, args.repeat)
     setup = Setup(
-        device_map=args.device_map,
+        device_map=args.device_map or ("cpu" if args.goal is None else "auto"),
         gpu_memory=args.gpu_memory,
         cpu_memory=args.cpu_memory,
         prefetch=args.prefetch,
@@ -158,7 +165,11 @@ def _throughput(args: argparse.Namespace) -> int:
         kv_on_cpu=args.kv_on_cpu,
         trace=args.trace,
         micro_batch=args.micro_batch,
+        goal=args.goal,
+        choose_batch=args.goal == "throughput" and args.batch is None,
     )
+    if args.goal and (args.overhead or args.cold_start):
+        raise ValueError("--goal belongs to the measurement of throughput itself")
     if args.micro_batch and (args.overhead or args.cold_start):
         raise ValueError("--micro-batch belongs to the measurement of throughput itself")
     if args.trace and (args.overhead or args.cold_start):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.commands.arguments import (
+    add_goal,
     add_placement,
     add_trace,
     add_weights,
@@ -53,6 +54,7 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print one JSON object, when done, instead of the text"
     )
     add_placement(parser)
+    add_goal(parser)
     add_weights(parser.add_argument_group("quantisation of a plain checkpoint"))
     parser.add_argument(
         "--engine",
@@ -138,10 +140,18 @@ def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
         prefetch=args.prefetch,
         engine=args.engine,
         batch_size=args.batch_size,
-        max_length=args.max_length or length + args.max_new_tokens,
+        **_lengths(args, length),
         trust_remote_code=args.trust_remote_code,
         attn_implementation=args.attn_implementation,
     )
+
+
+def _lengths(args: argparse.Namespace, prompt: int) -> dict[str, Any]:
+    """What memory is kept for, or a plan is made for."""
+    if args.goal is None:
+        return {"max_length": args.max_length or prompt + args.max_new_tokens}
+    lengths = {"prompt_len": prompt, "gen_len": args.max_new_tokens}
+    return {"goal": args.goal, "max_length": args.max_length, **lengths}
 
 
 def _generate(

@@ -64,6 +64,41 @@ def test_a_trace_of_the_passes_and_one_of_them_drawn(program: Any, tmp_path: Pat
     assert done.code != 0 and "--trace belongs to" in done.err
 
 
+def test_a_planned_run_has_the_batch_that_was_chosen(program: Any) -> None:
+    done = program(
+        "bench", "throughput", "--shape", "tiny-deep", "--device", "cpu", "--prompt-len", 8,
+        "--gen-len", 3, "--goal", "throughput", "--engine", "fused", "--json",
+        "--cpu-memory", "9.3MiB",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    batch = found["work"]["batch"]
+    assert f"planned for throughput: batch {batch} of 8 + 3 tokens" in found["placement"]
+    assert found["rows"][0]["where"] == "planned"
+    assert any(note.startswith("predicted: prefill ") for note in found["notes"])
+
+
+@pytest.mark.slow
+def test_plans_beside_what_they_become(program: Any) -> None:
+    done = program(
+        "bench", "plan", "--device", "cpu", "--prompt-len", 8, "--gen-len", 3, "--layers", 4,
+        "--case", "tiny-deep", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert [row["case"]["batch"] for row in found["rows"]] == [None, 1]
+    for row in found["rows"]:
+        for predicted, achieved in (row["prefill"], row["step"], row["rate"]):
+            assert predicted > 0 and achieved > 0
+    errors = [abs(a / b - 1) for row in found["rows"] for a, b in (row["prefill"], row["step"])]
+    assert found["mean_error"] == pytest.approx(sum(errors) / 4)
+    assert found["worst_error"] == pytest.approx(max(errors))
+    ((chosen, best),) = found["choices"].values()
+    assert best == max(row["rate"][1] for row in found["rows"]) >= chosen
+    wrong = program("bench", "plan", "--device", "cpu", "--case", "huge")
+    assert wrong.code == 2 and "--case 'huge': there are tiny" in wrong.err
+
+
 def test_accelerate_runs_the_same_weights(program: Any) -> None:
     pytest.importorskip("accelerate")
     found = bench(program, "--peer", "accelerate", "--peer", "resident")

@@ -41,6 +41,17 @@ def test_the_text_is_that_of_the_plain_model(program: Any, chat_model: Path, whe
     assert f"{NEW} tokens in " in after and f"achieved: {NEW} passes" in after
 
 
+def test_a_goal_is_planned_for(program: Any, chat_model: Path) -> None:
+    done = program(
+        "run", chat_model, "--no-chat", "--prompt", PROMPT, "--max-new-tokens", NEW,
+        "--goal", "latency",
+    )  # fmt: skip
+    assert done.code == 0 and done.out == plain(chat_model, PROMPT) + "\n"
+    assert f"planned for latency: batch 1 of 3 + {NEW} tokens" in done.err
+    wrong = program("run", chat_model, "--prompt", "w5", "--goal", "fits", "--device-map", "cpu")
+    assert wrong.code == 2 and "device_map='cpu' says it" in wrong.err
+
+
 def test_a_trace_is_written_and_drawn(program: Any, chat_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     done = program(
