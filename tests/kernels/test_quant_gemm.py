@@ -144,12 +144,6 @@ def problem(machine: str, a: dict[str, Any], whole: dict[str, Any], variant: int
     return None if torch.isnan(outside).all() else "something was written next to the output"
 
 
-def shares(a: dict[str, Any]) -> bool:
-    """Whether the host's pretended GPU has several blocks for an output."""
-    call = QuantGemm(**a)
-    return host_library().offload_quant_gemm_counters(ctypes.byref(call.arguments)) > 0
-
-
 def variants(machine: str, a: dict[str, Any]) -> int:
     call = QuantGemm(**a)
     if machine == "host":
@@ -211,12 +205,12 @@ def test_every_variant(machine: str, bits: int) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES[1:])
 @pytest.mark.parametrize("gated", [False, True])
-def test_blocks_share_a_deep_weight(machine: str, gated: bool) -> None:
-    """More activations than a block has room for."""
+def test_a_deep_weight(machine: str, gated: bool) -> None:
+    """More activations than a block has room for at once."""
     for name, rows, groups in (
-        ("int4-g128-zp", 64, 17),
-        ("int8-g64", 13, 70),
-        ("int4-g32", 3, 999),
+        ("int4-g128-zp", 16, 51),
+        ("int8-g64", 13, 103),
+        ("int4-g32", 9, 300),
     ):
         a, whole = make(
             machine,
@@ -228,7 +222,6 @@ def test_blocks_share_a_deep_weight(machine: str, gated: bool) -> None:
             gated=gated,
             residual="apart",
         )
-        assert machine == "cuda" or shares(a), "no block shares this one"
         assert problem(machine, a, whole, 0) is None, (name, rows)
 
 
@@ -331,7 +324,7 @@ def test_bad_arguments_are_named(
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("variant", 9, "variant must be 0 or 1 here, not 9"),
+        ("variant", 9, "variant must be 0 to 2 here, not 9"),
         ("rows", 65, "rows must be 0 to 64, not 65"),
         ("bits", 5, "bits must be 4 or 8, not 5"),
         ("depth", 60, "depth must be a multiple of 32, not 60"),

@@ -1,14 +1,15 @@
 // Codes of 4 and 8 bits as operand A of the tensor cores.
 //
-// A lane reads 16 bytes of a row at once and uses them as its elements of 2 to 4 products of 16 x
-// 16: which columns of the weight these are does not matter, as long as the activations beside
-// them are the same. All of a lane's codes lie within 32 columns, so they share a scale.
+// A lane's codes are neighbours of one row; which columns of the weight they are does not matter to
+// a product, as long as the activations beside them are the same: `arrange` puts these in order. A
+// code becomes an exact number, code + kOffset, in pairs: `0x4300 | code` is the bfloat16 128 +
+// code, `0x5400 | code << 4` the half 64 + code: 7 instructions for 8 codes. A bfloat16 has no room
+// for 8 bits beside their offset, so the lower 7 and the highest are put together: 7 instructions
+// for 4 codes; halves take 4.
 //
-// A weight is (code - zero) * scale, rounded once to T: what `dequantize` writes and torch
-// multiplies with. int4, in pairs: `0x4300 | code` is the bfloat16 128 + code, `0x6400 | code` the
-// half 1024 + code (and 0x6400 | code << 4 is 1024 + 16 code, which saves a shift); subtracting the
-// zero is exact. 13 to 15 instructions for 8 weights. int8 by way of float32, since a bfloat16 has
-// no room for 8 bits beside their offset: 14 for 4.
+// Either sums of such products are scaled, in float32: (code - zero) * scale summed up is scale *
+// (sum of products - (kOffset + zero) * sum of activations). Or, where a scale has too few columns
+// for that, the weight is scaled before and rounded once to T.
 #pragma once
 #include <string.h>
 
@@ -17,11 +18,6 @@
 #include "tensor_core.cuh"
 
 namespace offload {
-
-// The scale and zero of the 16 bytes of a row that a lane holds, as instructions want them.
-struct CodeAffine {
-    uint32_t scale, zero, zero_high;
-};
 
 // (word & mask) | bits, in one instruction: the compiler makes two of it, since it keeps both
 // constants out of registers.
@@ -33,6 +29,18 @@ __device__ __forceinline__ uint32_t mask_and_set(uint32_t word) {
     return y;
 #else
     return (word & kMask) | kBitsSet;
+#endif
+}
+
+// (~word & mask) | bits
+template <uint32_t kMask, uint32_t kBitsSet>
+__device__ __forceinline__ uint32_t mask_inverse_and_set(uint32_t word) {
+#ifdef __CUDA_ARCH__
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(y) : "r"(word), "n"(kMask), "n"(kBitsSet));
+    return y;
+#else
+    return (~word & kMask) | kBitsSet;
 #endif
 }
 
@@ -53,23 +61,13 @@ __device__ __forceinline__ uint32_t high_halves(uint32_t x, uint32_t y) {
 #endif
 }
 
-// Byte i of `word` as the float 2^23 + byte.
-__device__ __forceinline__ float magic_byte(uint32_t word, int i) {
+// The bytes i and i + 2 of `word` as the halves 1024 + byte.
+__device__ __forceinline__ uint32_t magic_bytes(uint32_t word, int i) {
 #ifdef __CUDA_ARCH__
-    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + i));
+    return __byte_perm(word, 0x64646464u, i ? 0x4341u : 0x4240u);
 #else
-    return __uint_as_float(0x4b000000u | (word >> 8 * i & 255u));
+    return (word >> 8 * i & 0x00ff00ffu) | 0x64006400u;
 #endif
-}
-
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(both);
-}
-
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(both);
 }
 
 __device__ __forceinline__ float bits_to_float(uint32_t bits, __nv_bfloat16) {
@@ -83,39 +81,42 @@ __device__ __forceinline__ float bits_to_float(uint32_t bits, __half) {
     return __half2float(x);
 }
 
+template <typename T>
+__device__ __forceinline__ uint32_t float_to_bits(float x) {
+    const T y = from_float<T>(x);
+    uint16_t bits;
+    memcpy(&bits, &y, sizeof bits);
+    return bits;
+}
+
+// Two of the same number, exact in T.
+template <typename T>
+__device__ __forceinline__ uint32_t pair_of(float x) {
+    const uint32_t bits = float_to_bits<T>(x);
+    return low_halves(bits, bits);
+}
+
+template <typename T>
+constexpr uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80u : 0x3c003c00u;
+
 template <typename T, int kBits>
 struct Codes;
 
 template <typename T>
 struct Codes<T, 4> {
-    static constexpr int kPieces = 4;  // of 8 codes, in 16 bytes
     static constexpr bool kBrain = std::is_same_v<T, __nv_bfloat16>;
+    static constexpr int kMiddle = 8;  // the zero of symmetric codes
+    static constexpr int kOffset = kBrain ? 128 : 64;
 
-    __device__ __forceinline__ static CodeAffine affine(uint32_t scale, uint32_t zero) {
-        const uint32_t pair = low_halves(scale, scale);
-        const uint32_t low = (kBrain ? 0xc300u : 0xe400u) | zero, high = 0xd400u | zero << 4;
-        return {pair, low_halves(low, low), kBrain ? 0u : low_halves(high, high)};
-    }
-
-    // Weights (0, 4), (1, 5), (2, 6), (3, 7) of piece `piece`.
-    __device__ __forceinline__ static void expand(const uint4& raw, int piece,
-                                                  const CodeAffine& affine, uint32_t (&w)[4]) {
-        uint32_t word = piece == 0 ? raw.x : piece == 1 ? raw.y : piece == 2 ? raw.z : raw.w;
-        constexpr uint32_t kMinusZero = 0x80008000u;
+    // Codes (0, 4), (1, 5), (2, 6), (3, 7) of a word.
+    __device__ __forceinline__ static void expand(uint32_t word, uint32_t (&w)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            uint32_t x;
-            if (kBrain) {
-                x = multiply_add_pair(mask_and_set<0x000f000fu, 0x43004300u>(word >> 4 * i),
-                                      0x3f803f80u, affine.zero, T());
-            } else {
-                if (i == 2) word >>= 8;
-                x = i % 2 == 0 ? multiply_add_pair(mask_and_set<0x000f000fu, 0x64006400u>(word),
-                                                   0x3c003c00u, affine.zero, T())
-                               : multiply_add_pair(mask_and_set<0x00f000f0u, 0x64006400u>(word),
-                                                   0x2c002c00u, affine.zero_high, T());
-            }
-            w[i] = multiply_add_pair(x, affine.scale, kMinusZero, T());
+            if (kBrain)
+                w[i] = mask_and_set<0x000f000fu, 0x43004300u>(word >> 4 * i);
+            else
+                w[i] = mask_and_set<0x00f000f0u, 0x54005400u>(i == 0 ? word << 4
+                                                                     : word >> 4 * (i - 1));
         }
     }
 
@@ -128,25 +129,29 @@ struct Codes<T, 4> {
 
 template <typename T>
 struct Codes<T, 8> {
-    static constexpr int kPieces = 2;
+    static constexpr bool kBrain = std::is_same_v<T, __nv_bfloat16>;
+    static constexpr int kMiddle = 128;
+    static constexpr int kOffset = -128;
 
-    __device__ __forceinline__ static CodeAffine affine(uint32_t scale, uint32_t zero) {
-        return {__float_as_uint(bits_to_float(scale, T())), 0x4b000000u | zero, 0u};
-    }
-
-    __device__ __forceinline__ static void expand(const uint4& raw, int piece,
-                                                  const CodeAffine& affine, uint32_t (&w)[4]) {
-        const float scale = __uint_as_float(affine.scale), zero = __uint_as_float(affine.zero);
+    // Codes (0, 2), (1, 3) of a word.
+    __device__ __forceinline__ static void expand(uint32_t word, uint32_t (&w)[2]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t word = piece == 0 ? (i < 2 ? raw.x : raw.y) : (i < 2 ? raw.z : raw.w);
-            const float low = (magic_byte(word, i % 2 * 2) - zero) * scale;
-            const float high = (magic_byte(word, i % 2 * 2 + 1) - zero) * scale;
-            w[i] = pack_pair(low, high, T());
+        for (int i = 0; i < 2; ++i) {
+            if (kBrain) {
+                const uint32_t low = mask_and_set<0x007f007fu, 0x43004300u>(word >> 8 * i);
+                // -128, or -256 where the highest bit is 0.
+                const uint32_t high = mask_inverse_and_set<0x00800080u, 0xc300c300u>(word >> 8 * i);
+                w[i] = multiply_add_pair(low, kOnes<T>, high, T());
+            } else {
+                w[i] = multiply_add_pair(magic_bytes(word, i), kOnes<T>, 0xe480e480u, T());
+            }
         }
     }
 
-    __device__ __forceinline__ static uint4 arrange(const uint4& x) { return x; }
+    __device__ __forceinline__ static uint4 arrange(const uint4& x) {
+        return make_uint4(low_halves(x.x, x.y), high_halves(x.x, x.y), low_halves(x.z, x.w),
+                          high_halves(x.z, x.w));
+    }
 };
 
 }  // namespace offload

@@ -1,4 +1,5 @@
 // Products with quantised weights: which kernel of quant_gemm.cuh runs, and how it is launched.
+#include <algorithm>
 #include <atomic>
 
 #include "quant_gemm.cuh"
@@ -7,6 +8,7 @@ namespace offload {
 namespace {
 
 constexpr int kMostRows = 64;
+constexpr int kMostAtOnce = 16;  // rows; of more the weight is read several times
 constexpr int kMostSize = 1 << 29;
 
 using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
@@ -14,37 +16,57 @@ using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
 struct QuantChoice {
     QuantKernel kernel = nullptr;
     int index = 0;  // of the kernel, for what must be told to CUDA once
-    int tile_rows = 0, parts = 0, threads = 0, blocks = 0, step_depth = 0, sum_bytes = 0;
+    bool scale_weights = false;
+    int tile_rows = 0, chunk_bytes = 0, chunk_steps = 0, step_depth = 0;
+    int half_sums = 0, parts_bytes = 0;
 };
 
-template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kParts, int kSlots,
-          int kBlocks>
+template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kSteps,
+          bool kScaleWeights>
 QuantChoice choose_kernel(int index) {
-    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kParts>;
-    return {quant_gemm_kernel<T, kBits, kColumns, kTiles, kGroups, kParts, kSlots, kBlocks>,
+    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kSteps>;
+    return {quant_gemm_kernel<T, kBits, kColumns, kTiles, kGroups, kSteps, kScaleWeights>,
             index,
+            kScaleWeights,
             Shape::kTileRows,
-            kParts,
-            Shape::kThreads,
-            kBlocks,
+            Shape::kChunkBytes,
+            Shape::kChunkSteps,
             Shape::kStepDepth,
-            Shape::kSumBytes};
+            kScaleWeights ? 0 : Shape::kHalfSums,
+            Shape::kPartsBytes};
 }
 
-constexpr int kQuantKernels = 12;
+constexpr int kQuantKernels = 64;
 
-template <typename T, int kBits>
-QuantChoice kernel_of(int rows, int base) {
-    if (rows <= 8) return choose_kernel<T, kBits, 1, 1, 1, 8, 4, 2>(base);
-    if (rows <= 16) return choose_kernel<T, kBits, 2, 1, 1, 8, 4, 2>(base + 1);
-    return choose_kernel<T, kBits, 8, 2, 4, 2, 2, 1>(base + 2);
+// Sums are scaled where 32 bytes of codes share a scale.
+template <typename T, int kBits, bool kScaleWeights>
+QuantChoice kernel_of(int rows, int variant, int base) {
+    if (rows <= 8) {
+        if (variant == 1) return choose_kernel<T, kBits, 1, 1, 2, 2, kScaleWeights>(base);
+        if (variant == 2) return choose_kernel<T, kBits, 1, 1, 4, 2, kScaleWeights>(base + 1);
+    } else {
+        if (variant == 1) return choose_kernel<T, kBits, 2, 1, 2, 2, kScaleWeights>(base + 2);
+        if (variant == 2) return choose_kernel<T, kBits, 2, 2, 2, 1, kScaleWeights>(base + 3);
+    }
+    return {};
 }
 
-QuantChoice kernel_of(const OffloadQuantGemm& a) {
-    if (a.dtype == OFFLOAD_F16)
-        return a.bits == 4 ? kernel_of<__half, 4>(a.rows, 0) : kernel_of<__half, 8>(a.rows, 3);
-    return a.bits == 4 ? kernel_of<__nv_bfloat16, 4>(a.rows, 6)
-                       : kernel_of<__nv_bfloat16, 8>(a.rows, 9);
+template <typename T>
+QuantChoice kernel_of(const OffloadQuantGemm& a, int variant, int base) {
+    if (a.bits == 8) return kernel_of<T, 8, false>(a.rows, variant, base);
+    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, variant, base + 5)
+                        : kernel_of<T, 4, false>(a.rows, variant, base + 10);
+}
+
+QuantChoice kernel_of(const OffloadQuantGemm& a, int variant) {
+    return a.dtype == OFFLOAD_F16 ? kernel_of<__half>(a, variant, 0)
+                                  : kernel_of<__nv_bfloat16>(a, variant, 15);
+}
+
+int variant_count(const OffloadQuantGemm& a) {
+    int count = 0;
+    while (kernel_of(a, count + 1).kernel) ++count;
+    return count;
 }
 
 int check_arguments(const OffloadQuantGemm& a) {
@@ -81,7 +103,7 @@ int check_arguments(const OffloadQuantGemm& a) {
     if (!aligned16(a.input) || !aligned16(a.codes))
         return refuse("quant_gemm: input and codes must lie at multiples of 16 bytes");
     const int64_t products = static_cast<int64_t>(a.outputs) * (a.gated ? 2 : 1);
-    if (products * (a.depth / a.group) > INT32_MAX || products * a.depth / lane_depth > UINT32_MAX)
+    if (products * (a.depth / a.group) > INT32_MAX || products * a.depth / lane_depth > INT32_MAX)
         return refuse("quant_gemm: a weight of %lld x %d is too large",
                       static_cast<long long>(products), a.depth);
     return 0;
@@ -90,75 +112,65 @@ int check_arguments(const OffloadQuantGemm& a) {
 struct QuantCall {
     QuantChoice choice;
     QuantPlan plan;
-    int shared;
-    int64_t workspace_bytes, counters;
+    int blocks, shared;
 };
 
-int input_pitch(const QuantChoice& c, uint32_t steps) {
-    return static_cast<int>(steps) * c.step_depth * 2 + 64;
-}
+int ceil_div(int a, int b) { return (a - 1) / b + 1; }
 
-uint32_t ceil_div(uint32_t a, uint32_t b) { return (a - 1) / b + 1; }
-
-// Into how many parts the depth goes: as few as leave room for a part's activations, and more where
-// the tiles do not go evenly into the blocks. A block's time, in bytes that it reads.
-uint32_t choose_splits(const OffloadQuantGemm& a, const QuantChoice& c, const QuantPlan& p,
-                       uint32_t room, uint32_t blocks) {
-    constexpr double kJoin = 24e3;  // what it takes to add the parts' sums
-    uint32_t best = 0;
-    double least = 0;
-    const uint32_t most = p.steps < blocks ? p.steps : blocks;
-    for (uint32_t splits = 1; splits <= most; ++splits) {
-        const uint32_t steps = ceil_div(p.steps, splits);
-        if (static_cast<int64_t>(a.rows) * input_pitch(c, steps) > room) continue;
-        if (best && splits > 16 && splits > 2 * best) break;
-        const uint32_t parts = static_cast<uint32_t>(c.parts);
-        const uint32_t tiles = ceil_div(p.tiles, blocks / splits);
-        const double codes =
-            static_cast<double>(tiles) * c.tile_rows * ceil_div(steps, parts) * parts * kStepBytes;
-        const double inputs = static_cast<double>(a.rows) * steps * c.step_depth * 2;
-        const double sums = static_cast<double>(a.rows) * tiles * c.tile_rows * 8;
-        const double time = codes + inputs / 2 + (splits > 1 ? sums + kJoin : 0.0);
-        if (!best || time < least) {
-            best = splits;
-            least = time;
-        }
-    }
-    return best;
+// Where everything lies in shared memory if there are as many passes; false where there is no room.
+bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int passes,
+             QuantCall& call) {
+    constexpr int kLeastStages = 3, kMostStages = 6;
+    QuantPlan& p = call.plan;
+    p.pass_chunks = ceil_div(p.chunks, passes);
+    const int64_t steps = std::min(p.pass_chunks * c.chunk_steps, p.steps);
+    const int64_t pitch = steps * c.step_depth * 2 + 64;
+    const int64_t inputs = pitch * a.rows, sums = steps * 2 * c.half_sums;
+    const int64_t earlier = passes == 1 ? 0 : int64_t{p.tiles} * c.tile_rows * a.rows * 4;
+    const int64_t rest = inputs + sums + c.parts_bytes + earlier;
+    const int stage_bytes = c.tile_rows * c.chunk_bytes;
+    if (rest + kLeastStages * stage_bytes > room) return false;
+    p.stages = static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
+    p.input_pitch = static_cast<int>(pitch);
+    p.inputs_at = p.stages * stage_bytes;
+    p.input_sums_at = p.inputs_at + static_cast<int>(inputs);
+    p.parts_at = p.input_sums_at + static_cast<int>(sums);
+    p.passes_at = p.parts_at + c.parts_bytes;
+    call.shared = p.passes_at + static_cast<int>(earlier);
+    return true;
 }
 
 int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call) {
     if (int status = check_arguments(a)) return status;
-    if (a.variant < 0 || a.variant > 1)
-        return refuse("quant_gemm: variant must be 0 or 1 here, not %d", a.variant);
-    call.choice = kernel_of(a);
+    const int count = variant_count(a);
+    if (a.variant < 0 || a.variant > count)
+        return refuse("quant_gemm: variant must be 0 to %d here, not %d", count, a.variant);
+    call.choice = kernel_of(a, a.variant ? a.variant : 1);
     const QuantChoice& c = call.choice;
     QuantPlan& p = call.plan;
-    const int tile_outputs = a.gated ? c.tile_rows / 2 : c.tile_rows;
-    p.tiles = ceil_div(a.outputs, tile_outputs);
-    p.steps = ceil_div(a.depth, c.step_depth);
-    p.row_pieces = static_cast<uint32_t>(static_cast<int64_t>(a.depth) * a.bits / 128);
+    p.row_bytes = static_cast<int32_t>(static_cast<int64_t>(a.depth) * a.bits / 8);
+    p.chunks = ceil_div(p.row_bytes, c.chunk_bytes);
+    p.steps = ceil_div(p.row_bytes, kStepBytes);
     p.groups = a.depth / a.group;
     p.group_shift = 31;
     if (a.group != a.depth)
         for (p.group_shift = 0; 1 << p.group_shift < a.group;) ++p.group_shift;
-    // A block leaves 1 KiB of its share to CUDA.
-    const int share = (device.shared_per_block + 1024) / c.blocks - 1024;
-    const uint32_t blocks =
-        static_cast<uint32_t>(device.multiprocessors) * static_cast<uint32_t>(c.blocks);
-    p.splits = choose_splits(a, c, p, static_cast<uint32_t>(share - c.sum_bytes), blocks);
-    if (p.splits == 0)
-        return refuse("quant_gemm: a depth of %d is too much for %d rows", a.depth, a.rows);
-    // As many tiles for all as for the busiest: then fewer blocks do.
-    const uint32_t tiles = ceil_div(p.tiles, blocks / p.splits);
-    p.ranges = ceil_div(p.tiles, tiles);
-    p.input_pitch = input_pitch(c, ceil_div(p.steps, p.splits));
-    call.shared = a.rows * p.input_pitch + c.sum_bytes;
-    call.counters = p.splits == 1 ? 0 : p.ranges;
-    call.workspace_bytes = p.splits == 1 ? 0
-                                         : static_cast<int64_t>(p.splits) * a.rows * p.tiles *
-                                               c.tile_rows * static_cast<int64_t>(sizeof(float));
-    return 0;
+    const bool even = p.groups % 2 == 0 && reinterpret_cast<uintptr_t>(a.scale) % 4 == 0 &&
+                      reinterpret_cast<uintptr_t>(a.zero) % 8 == 0;
+    p.step_scales = a.group >= c.step_depth                                   ? kScalesShared
+                    : even && a.group * 2 == c.step_depth && !c.scale_weights ? kScalesPaired
+                                                                              : kScalesApart;
+    call.blocks = std::min(device.multiprocessors, ceil_div(a.outputs, 8));
+    const int tile_outputs = a.gated ? c.tile_rows / 2 : c.tile_rows;
+    const int most = ceil_div(a.outputs, call.blocks);
+    p.block_outputs = a.outputs / call.blocks;
+    p.longer_blocks = a.outputs % call.blocks;
+    p.tiles = ceil_div(most, tile_outputs);
+    p.tile_outputs = ceil_div(most, p.tiles);
+    for (int passes = 1; passes <= p.chunks; ++passes)
+        if (lay_out(a, c, device.shared_per_block, passes, call)) return 0;
+    return refuse("quant_gemm: this device has too little shared memory for %d rows and %d outputs",
+                  a.rows, a.outputs);
 }
 
 // Tells CUDA once a device that the kernel may use so much shared memory.
@@ -169,7 +181,7 @@ int allow_shared(const QuantChoice& c, const Device& device) {
     if (int status =
             cuda_status("quant_gemm",
                         cudaFuncSetAttribute(c.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             (device.shared_per_block + 1024) / c.blocks - 1024)))
+                                             device.shared_per_block)))
         return status;
     if (int status = cuda_status(
             "quant_gemm",
@@ -178,15 +190,6 @@ int allow_shared(const QuantChoice& c, const Device& device) {
         return status;
     told[c.index].fetch_or(bit, std::memory_order_relaxed);
     return 0;
-}
-
-template <typename F>
-int64_t answer(const OffloadQuantGemm* arguments, F f) {
-    const Device& device = current_device();
-    if (device.index < 0) return -1;
-    QuantCall call;
-    if (make_call(*arguments, device, call)) return -1;
-    return f(call, device);
 }
 
 }  // namespace
@@ -198,37 +201,37 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     const Device& device = current_device();
     if (device.index < 0) return -1;
     QuantCall call;
-    if (int status = make_call(a, device, call)) return status;
+    if (int status = check_arguments(a)) return status;
     if (a.rows == 0) return 0;
     if (!a.input || !a.codes || !a.scale || !a.output)
         return refuse("quant_gemm: input, codes, scale and output must not be null");
-    if (call.workspace_bytes && (!a.workspace || a.workspace_bytes < call.workspace_bytes))
-        return refuse("quant_gemm: %lld bytes of workspace are needed, %lld are given",
-                      static_cast<long long>(call.workspace_bytes),
-                      static_cast<long long>(a.workspace ? a.workspace_bytes : 0));
-    if (call.counters && !a.counters)
-        return refuse("quant_gemm: %lld counters are needed",
-                      static_cast<long long>(call.counters));
-    if (int status = allow_shared(call.choice, device)) return status;
-    return launch("quant_gemm", call.choice.kernel, dim3(call.plan.ranges * call.plan.splits),
-                  dim3(static_cast<unsigned>(call.choice.threads)),
-                  static_cast<size_t>(call.shared), stream, a.launch_early, a, call.plan);
+    for (int first = 0; first < a.rows; first += kMostAtOnce) {
+        OffloadQuantGemm part = a;
+        part.rows = std::min(kMostAtOnce, a.rows - first);
+        part.input = static_cast<const uint16_t*>(a.input) + first * a.input_stride;
+        part.output = static_cast<uint16_t*>(a.output) + first * a.output_stride;
+        if (a.residual)
+            part.residual = static_cast<const uint16_t*>(a.residual) + first * a.residual_stride;
+        if (int status = make_call(part, device, call)) return status;
+        if (int status = allow_shared(call.choice, device)) return status;
+        if (int status =
+                launch("quant_gemm", call.choice.kernel, dim3(static_cast<unsigned>(call.blocks)),
+                       dim3(kQuantThreads), static_cast<size_t>(call.shared), stream,
+                       a.launch_early, part, call.plan))
+            return status;
+    }
+    return 0;
 }
 
+// No block needs another's sums.
 OFFLOAD_API int64_t offload_quant_gemm_workspace(const OffloadQuantGemm* arguments) {
-    return offload::answer(arguments, [](const offload::QuantCall& call, const offload::Device&) {
-        return call.workspace_bytes;
-    });
+    return offload::check_arguments(*arguments) ? -1 : 0;
 }
 
 OFFLOAD_API int64_t offload_quant_gemm_counters(const OffloadQuantGemm* arguments) {
-    return offload::answer(arguments, [](const offload::QuantCall& call, const offload::Device&) {
-        return call.counters;
-    });
+    return offload::check_arguments(*arguments) ? -1 : 0;
 }
 
 OFFLOAD_API int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments) {
-    return static_cast<int32_t>(offload::answer(
-        arguments,
-        [](const offload::QuantCall&, const offload::Device&) { return static_cast<int64_t>(1); }));
+    return offload::check_arguments(*arguments) ? -1 : offload::variant_count(*arguments);
 }

@@ -2,81 +2,125 @@
 // codes along the depth (compressed-tensors `pack-quantized`), one scale a row or a group.
 //
 // Weights are the 16-row operand of the tensor cores at any number of rows: a scalar form has no
-// issue slots left for more than one. They go straight from global memory into the registers of the
-// lane that multiplies with them, 16 bytes of a row at once; see quant_codes.cuh for how codes
-// become operands. A lane keeps kSlots steps of 64 bytes a row under way, across tiles: the loads
-// of a step are issued as soon as the registers of an earlier one are free.
+// issue slots left for more than one. See quant_codes.cuh for how codes become operands.
 //
-// A block has a range of the weight's rows and a part of its depth (`splits` of them), and keeps
-// the activations of that part in shared memory, in the order of the operands, from beginning to
-// end. Its warps share a tile of rows: kGroups of them have rows of their own, kParts share the
-// depth, whose float32 sums are added in order through shared memory. Where blocks share the depth,
-// the last of them to come adds all sums in order: results repeat bit for bit.
+// Every block has an equal number of outputs, to the row, cut into equal tiles of at most kTileRows
+// weight rows: so all SMs read as much. Its codes come in stages by background copies, in long
+// pieces of a row: HBM gives half as much where pieces of 64 bytes are read. Scales and zeros come
+// through L1 into registers, a stage ahead. The activations stay in shared memory, in the order of
+// the operands, with their sums; where there is no room for all of their depth, a block goes over
+// its tiles several times, a part of the depth each time (`passes`).
 //
-// With programmatic dependent launch the first steps of the weight are under way before the kernel
+// Warps share out a tile's rows and a chunk's depth. Of a row, 32 bytes are multiplied at once by
+// the 4 lanes that hold it: as many columns (64 of int4, 32 of int8) share a scale, so that the
+// scale may wait for the sum. The parts of the depth are added in order through shared memory:
+// results repeat bit for bit.
+//
+// With programmatic dependent launch the codes of the first stages are under way before the kernel
 // waits for the one before it.
 //
-// The budget [instructions a weight] on an H200 at 0.8 of 4.42 TB/s: 4.2 for int4, 8.5 for int8;
-// for up to 8 rows of bfloat16 int4 takes 2.4, of which codes to operands are 1.9.
+// The budget [instructions a weight] on an H200 at 0.8 of 4.42 TB/s: 4.2 for int4, 8.5 for int8.
 #pragma once
 #include "async_copy.cuh"
 #include "quant_codes.cuh"
 
 namespace offload {
 
-constexpr int kStepBytes = 64;  // of a row, read by 4 lanes at once
+constexpr int kQuantThreads = 512;
+constexpr int kStepBytes = 64;  // of a row
 constexpr int kSumPadding = 4;  // of rows of sums: those 2 apart lie 8 banks apart
 
-struct QuantPlan {
-    uint32_t tiles;       // of rows
-    uint32_t ranges;      // of tiles: a block has one
-    uint32_t splits;      // of the depth: a block has one
-    uint32_t steps;       // of kStepBytes in a row
-    uint32_t row_pieces;  // of 16 bytes, in a row
-    int32_t groups, group_shift;
-    int32_t input_pitch;  // bytes of shared memory a row of activations takes
+// What a step's two halves, of 32 bytes a row, have of scales and zeros.
+enum StepScales : int32_t {
+    kScalesApart,   // each its own, at any place
+    kScalesPaired,  // each its own, next to each other at a multiple of two
+    kScalesShared   // one
 };
 
-// The begin of part `i` of `parts` of `n` things.
-__host__ __device__ __forceinline__ uint32_t part_begin(uint32_t n, uint32_t i, uint32_t parts) {
-    return static_cast<uint32_t>(static_cast<uint64_t>(n) * i / parts);
-}
+struct QuantPlan {
+    int32_t block_outputs, longer_blocks;  // the first ones have one more
+    int32_t tiles, tile_outputs;           // of a block; of a tile, but for the last
+    int32_t chunks;                        // of a row
+    int32_t pass_chunks;                   // of them a pass
+    int32_t steps;                         // of kStepBytes, in a row
+    int32_t row_bytes;
+    int32_t groups, group_shift;
+    int32_t step_scales;
+    int32_t stages;
+    // Of shared memory, in bytes: what a row of activations takes, and where begin the activations,
+    // their sums, the sums of the parts of the depth, those of earlier passes.
+    int32_t input_pitch, inputs_at, input_sums_at, parts_at, passes_at;
+};
 
-template <int kBits, int kColumns, int kTiles, int kGroups, int kParts>
+template <int kBits, int kColumns, int kTiles, int kGroups, int kSteps>
 struct QuantShape {
-    static constexpr int kThreads = kGroups * kParts * 32;
+    static constexpr int kWarps = kQuantThreads / 32;
+    static constexpr int kParts = kWarps / kGroups;  // of a chunk's depth
     static constexpr int kWarpRows = kTiles * 16;
     static constexpr int kTileRows = kGroups * kWarpRows;
-    static constexpr int kStepDepth = kStepBytes * 8 / kBits;  // columns of a step
-    static constexpr int kLaneDepth = 128 / kBits;             // columns of a lane's 16 bytes
-    static constexpr int kInputPieces = kStepDepth / 8;        // of 16 bytes, a step and row
+    static constexpr int kChunkSteps = kParts * kSteps;
+    static constexpr int kChunkBytes = kChunkSteps * kStepBytes;
+    static constexpr int kStageBytes = kTileRows * kChunkBytes;
+    static constexpr int kPieces = kChunkBytes / 16;  // of a row
+    static constexpr int kRowsAtOnce = kQuantThreads / kPieces;
+    static constexpr int kCopies = kTileRows / kRowsAtOnce;  // a thread and stage
+    static constexpr int kHalfDepth = 256 / kBits;           // columns of half a step
+    static constexpr int kStepDepth = 2 * kHalfDepth;
+    static constexpr int kWords = 8 / kBits;  // pieces of 8 codes, of a lane in half a step
+    static constexpr int kHalfInputs = kHalfDepth * 2;  // bytes of a row of activations
+    static constexpr int kHalfSums = kColumns * 64;     // bytes of their sums
     static constexpr int kSumPitch = kTileRows + kSumPadding;
-    static constexpr int kSumFloats = kParts * 8 * kSumPitch;
-    static constexpr int kSumBytes = 2 * kSumFloats * static_cast<int>(sizeof(float));
+    static constexpr int kSumFloats = kParts * 8 * kSumPitch;  // of 8 rows of activations
+    static constexpr int kPartsBytes = kColumns * kSumFloats * static_cast<int>(sizeof(float));
+    static_assert(kParts * kGroups == kWarps, "whole parts");
+    static_assert(kCopies * kRowsAtOnce == kTileRows && kRowsAtOnce % 4 == 0, "whole copies");
 };
 
-// 16 bytes of what is read once: past L1, out of L2 first.
-__device__ __forceinline__ uint4 load_once(const uint4* from, uint64_t policy) {
+// Of activations, past L1: the kernel ahead may have written them.
+__device__ __forceinline__ uint4 load_past_l1(const uint4* from) {
 #ifdef __CUDA_ARCH__
-    uint4 x;
-    asm volatile(
-        "ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-        : "l"(from), "l"(policy));
-    return x;
+    return __ldcg(from);
 #else
     return *from;
 #endif
 }
 
-// Where a row of a tile lies in the weight. With a gate, a group's first 8 rows are gate rows and
-// the others their up rows. Rows without an output are read as the last one.
-__device__ __forceinline__ uint32_t weight_row(const OffloadQuantGemm& a, int tile_outputs,
-                                               uint32_t tile, int in_tile) {
-    const int in_group = a.gated ? in_tile / 16 * 8 + in_tile % 8 : in_tile;
-    const int output = min(static_cast<int>(tile) * tile_outputs + in_group, a.outputs - 1);
-    return static_cast<uint32_t>(output + (a.gated && in_tile % 16 >= 8 ? a.outputs : 0));
+// The scale in the low half of a word, or in its high half.
+__device__ __forceinline__ float scale_in(uint32_t word, bool high, __nv_bfloat16) {
+#ifdef __CUDA_ARCH__
+    return __uint_as_float(__byte_perm(word, 0u, high ? 0x3244u : 0x1044u));
+#else
+    return __uint_as_float(high ? word & 0xffff0000u : word << 16);
+#endif
 }
+
+__device__ __forceinline__ float scale_in(uint32_t word, bool high, __half) {
+    return bits_to_float(high ? word >> 16 : word & 0xffffu, __half());
+}
+
+// Some of a block's outputs, and where their rows lie in the weight. With a gate, a group's first 8
+// rows are gate rows and the others their up rows.
+struct QuantTile {
+    int output, outputs;  // the first, and how many
+
+    __device__ __forceinline__ QuantTile(const OffloadQuantGemm& a, const QuantPlan& p, int tile) {
+        const int block = static_cast<int>(blockIdx.x);
+        const int begin = tile * p.tile_outputs;
+        const int count = p.block_outputs + (block < p.longer_blocks);
+        output = block * p.block_outputs + min(block, p.longer_blocks) + begin;
+        outputs = max(min(count - begin, p.tile_outputs), 0);
+    }
+
+    __device__ __forceinline__ static int output_of(const OffloadQuantGemm& a, int in_tile) {
+        return a.gated ? in_tile / 16 * 8 + in_tile % 8 : in_tile;
+    }
+
+    // Rows without an output are taken for the last one.
+    __device__ __forceinline__ int row_of(const OffloadQuantGemm& a, int in_tile) const {
+        return max(output + min(output_of(a, in_tile), outputs - 1), 0) +
+               (a.gated && in_tile % 16 >= 8 ? a.outputs : 0);
+    }
+};
 
 template <typename T>
 __device__ __forceinline__ void finish_output(const OffloadQuantGemm& a, int n, int r, float gate,
@@ -89,284 +133,424 @@ __device__ __forceinline__ void finish_output(const OffloadQuantGemm& a, int n, 
     static_cast<T*>(a.output)[r * a.output_stride + n] = from_float<T>(y);
 }
 
-// Where a split leaves its sum for a row of a tile.
-__device__ __forceinline__ float* place_of(const OffloadQuantGemm& a, const QuantPlan& p,
-                                           uint32_t split, int r, uint32_t tile, int tile_rows,
-                                           int in_tile) {
-    const uint32_t row = split * a.rows + r;
-    return a.workspace + (static_cast<int64_t>(row) * p.tiles + tile) * tile_rows + in_tile;
-}
-
-// Adds what the parts have summed up of 8 rows of activations, [parts, 8, tile_rows + padding], and
-// writes it to the output, or to the split's place. Called, and not inlined, since it is long and
-// seldom runs.
+// Adds what the parts have summed up, [rows / 8, parts, 8, tile_rows + padding], to what earlier
+// passes have, and writes it to the output after the last of them. Called, and not inlined, since
+// it is long and seldom runs.
 template <typename T, int kTileRows, int kParts>
-__device__ __noinline__ void finish_rows(const OffloadQuantGemm& a, const QuantPlan& p,
-                                         uint32_t tile, int c, const float* sums) {
+__device__ __noinline__ void finish_tile(const OffloadQuantGemm& a, const QuantPlan& p, int tile,
+                                         const float* parts, float* passes, bool first, bool last) {
     constexpr int kPitch = kTileRows + kSumPadding;
-    const int shift = a.gated ? 1 : 0, tile_outputs = kTileRows >> shift;
-    const int count = tile_outputs * min(8, a.rows - c * 8);
-    const int threads = static_cast<int>(blockDim.x);
-    // Another warp's turn from tile to tile.
-    const int thread = static_cast<int>((threadIdx.x + tile * 32) % threads);
-    for (int i = thread; i < count; i += threads) {
-        const int in_group = i & (tile_outputs - 1), r = i / tile_outputs;
-        const int in_tile = a.gated ? in_group / 8 * 16 + in_group % 8 : in_group;
-        const int n = static_cast<int>(tile) * tile_outputs + in_group;
-        if (n >= a.outputs) continue;
+    const QuantTile at(a, p, tile);
+    const int shift = a.gated ? 1 : 0, width = kTileRows >> shift;
+    const int count = width * a.rows;
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kQuantThreads) {
+        const int n = i & (width - 1), r = i / width;
+        if (n >= at.outputs) continue;
+        const float* from =
+            parts + (r / 8 * kParts * 8 + r % 8) * kPitch + (a.gated ? n / 8 * 16 + n % 8 : n);
         float gate = 0.f, up = 0.f;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const float* const from = sums + (part * 8 + r) * kPitch + in_tile;
+        for (int part = 0; part < kParts; ++part, from += 8 * kPitch) {
             gate += from[0];
             if (a.gated) up += from[8];
         }
-        if (p.splits == 1) {
-            finish_output<T>(a, n, c * 8 + r, gate, up);
+        float* const place = passes + (static_cast<int64_t>(tile) * count + i << shift);
+        if (!first) {
+            gate += place[0];
+            if (a.gated) up += place[1];
+        }
+        if (last) {
+            finish_output<T>(a, at.output + n, r, gate, up);
         } else {
-            float* const place =
-                place_of(a, p, blockIdx.x % p.splits, c * 8 + r, tile, kTileRows, in_tile);
-            __stcg(place, gate);
-            if (a.gated) __stcg(place + 8, up);
+            place[0] = gate;
+            if (a.gated) place[1] = up;
         }
     }
 }
 
-// Finishes a range of tiles that several blocks share, if this one is the last of them. `word` is
-// shared.
-template <typename T>
-__device__ __noinline__ void finish_range(const OffloadQuantGemm& a, const QuantPlan& p,
-                                          int tile_rows, volatile uint32_t* word) {
-    const uint32_t range = blockIdx.x / p.splits;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) *word = atomicAdd(a.counters + range, 1u);
-    __syncthreads();
-    if (*word != p.splits - 1) return;
-    __threadfence();
-    const uint32_t begin = part_begin(p.tiles, range, p.ranges);
-    const int tiles = static_cast<int>(part_begin(p.tiles, range + 1, p.ranges) - begin);
-    const int tile_outputs = a.gated ? tile_rows / 2 : tile_rows;
-    const int outputs = tiles * tile_outputs;
-    const int64_t step = static_cast<int64_t>(a.rows) * p.tiles * tile_rows;
-    for (int r = 0; r < a.rows; ++r) {
-        for (int i = static_cast<int>(threadIdx.x); i < outputs; i += blockDim.x) {
-            const int n = static_cast<int>(begin) * tile_outputs + i;
-            if (n >= a.outputs) break;
-            const float* from =
-                place_of(a, p, 0, r, begin, tile_rows, a.gated ? i / 8 * 16 + i % 8 : i);
-            float gate = 0.f, up = 0.f;
-#pragma unroll 4
-            for (uint32_t split = 0; split < p.splits; ++split, from += step) {
-                gate += __ldcg(from);
-                if (a.gated) up += __ldcg(from + 8);
-            }
-            finish_output<T>(a, n, r, gate, up);
-        }
-    }
-    if (threadIdx.x == 0) a.counters[range] = 0;
-}
-
-// A step of a lane: of each of its rows (a tile's are 8 apart) 16 bytes, their scale and zero.
-template <int kTiles>
-struct QuantStep {
-    uint4 codes[kTiles][2];
-    uint32_t scales[kTiles][2], zeros[kTiles][2];
+// Scales and zeros of a warp's step: of each of a lane's rows (8 apart) what the halves have,
+// scales in a word of each, or both in one, the first's in its low half.
+template <int kTiles, bool kApart>
+struct QuantScales {
+    uint32_t scales[kTiles][2][kApart ? 2 : 1], zeros[kTiles][2][2];
 };
 
-template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kParts, int kSlots,
-          int kBlocks>
-__global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
+template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kSteps,
+          bool kScaleWeights>
+__global__ void __launch_bounds__(kQuantThreads, 1)
     quant_gemm_kernel(const __grid_constant__ OffloadQuantGemm a,
                       const __grid_constant__ QuantPlan p) {
-    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kParts>;
+    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kSteps>;
     using Code = Codes<T, kBits>;
+    using Scales = QuantScales<kTiles, kScaleWeights>;
+    constexpr int kParts = Shape::kParts;
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     const int group = warp % kGroups, part = warp / kGroups;
     const int row = lane / 4, quarter = lane % 4;
     let_next_kernel_begin();
-
-    const uint32_t range = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
-    const uint32_t tile_end = part_begin(p.tiles, range + 1, p.ranges);
-    uint32_t tile = part_begin(p.tiles, range, p.ranges);
-    const uint32_t block_first = part_begin(p.steps, split, p.splits);
-    const uint32_t block_steps = part_begin(p.steps, split + 1, p.splits) - block_first;
-    const uint32_t first = part_begin(block_steps, part, kParts);
-    const uint32_t steps = part_begin(block_steps, part + 1, kParts) - first;
-    const int tile_outputs = a.gated ? Shape::kTileRows / 2 : Shape::kTileRows;
     const uint64_t policy = evict_first_policy();
 
-    // What is loaded: step `ahead_step` of tile `ahead_tile`.
-    uint32_t ahead_tile = tile, ahead_step = 0;
-    uint32_t code_at[kTiles][2], scale_at[kTiles][2], zero_at[kTiles][2];
+    // What is copied: the same 16 bytes of a chunk in every kRowsAtOnce-th row. In shared memory
+    // pairs of pieces lie in another order in each of 4 rows, so that a lane's 8 bytes of 4 rows
+    // meet no bank twice.
+    const int copy_row = thread / Shape::kPieces, copy_piece = thread % Shape::kPieces;
+    const uint32_t copy_to = shared_address(shared) + copy_row * Shape::kChunkBytes +
+                             (copy_piece ^ copy_row % 4 * 2) * 16;
+    int ahead_first = 0, ahead_tile = 0, ahead_chunk = 0;  // of a pass the first chunk
+    uint32_t copies_at[Shape::kCopies];                    // of 16 bytes
+    uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
+    auto begin_copies = [&] {
+        const QuantTile at(a, p, ahead_tile);
+        wanted = 0;
+#pragma unroll
+        for (int n = 0; n < Shape::kCopies; ++n) {
+            const int in_tile = copy_row + n * Shape::kRowsAtOnce;
+            copies_at[n] =
+                static_cast<uint32_t>(at.row_of(a, in_tile)) * (p.row_bytes / 16) + copy_piece;
+            wanted |= static_cast<uint32_t>(at.output_of(a, in_tile) < at.outputs) << n;
+        }
+    };
+    // Behind a row's end the activations are zeros, and any code is finite.
+    auto fetch_codes = [&](int stage_at) {
+        if (ahead_first >= p.chunks) return;
+        const int piece = ahead_chunk * Shape::kPieces;
+        const uint32_t now = (piece + copy_piece) * 16 < p.row_bytes ? wanted : 0;
+#pragma unroll
+        for (int n = 0; n < Shape::kCopies; ++n)
+            copy_async16_if(now >> n & 1,
+                            copy_to + stage_at + n * Shape::kRowsAtOnce * Shape::kChunkBytes,
+                            static_cast<const uint4*>(a.codes) + (copies_at[n] + piece), policy);
+        if (++ahead_chunk < min(ahead_first + p.pass_chunks, p.chunks)) return;
+        if (++ahead_tile == p.tiles) {
+            ahead_tile = 0;
+            ahead_first += p.pass_chunks;
+        }
+        ahead_chunk = ahead_first;
+        begin_copies();
+    };
+
+    // Scales and zeros, which lie a few bytes a row.
     constexpr int kPerWord = 32 / kBits;
     constexpr uint32_t kMask = (1u << kBits) - 1;
-    auto begin_tile = [&] {
+    int soon_first = 0, soon_tile = 0, soon_chunk = 0;
+    const uint16_t* scales_at[kTiles][2];
+    const uint32_t* zeros_at[kTiles][2];
+    int zero_shift[kTiles][2], soon_shift[kTiles][2];
+    auto begin_scales = [&] {
+        const QuantTile at(a, p, soon_tile);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const uint32_t n = weight_row(a, tile_outputs, ahead_tile,
-                                              group * Shape::kWarpRows + m * 16 + h * 8 + row);
-                code_at[m][h] = n * p.row_pieces;
-                scale_at[m][h] = n * p.groups;
-                zero_at[m][h] = n / kPerWord * p.groups;
+                const int n = at.row_of(a, group * Shape::kWarpRows + m * 16 + h * 8 + row);
+                scales_at[m][h] = static_cast<const uint16_t*>(a.scale) + n * p.groups;
+                zeros_at[m][h] = static_cast<const uint32_t*>(a.zero) + n / kPerWord * p.groups;
+                soon_shift[m][h] = n % kPerWord * kBits;
             }
     };
-    auto fetch = [&](QuantStep<kTiles>& to) {
-        if (ahead_tile == tile_end) return;
-        const uint32_t at = block_first + first + ahead_step;
-        // Behind a row's end the activations are zeros, and any code is finite.
-        const uint32_t piece = min(at * 4 + quarter, p.row_pieces - 1);
-        const uint32_t g = piece * Shape::kLaneDepth >> p.group_shift;
+    Scales soon[kSteps] = {};
+    auto load_scales = [&](auto zeros) {
+        constexpr bool kZeros = decltype(zeros)::value;
+        if (soon_first >= p.chunks) return;
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m)
+        for (int s = 0; s < kSteps; ++s) {
+            Scales& to = soon[s];
+            const int step = min(soon_chunk * Shape::kChunkSteps + s * kParts + part, p.steps - 1);
+            if (!kScaleWeights && p.step_scales == kScalesPaired) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                to.codes[m][h] =
-                    load_once(static_cast<const uint4*>(a.codes) + (code_at[m][h] + piece), policy);
-                to.scales[m][h] = static_cast<const uint16_t*>(a.scale)[scale_at[m][h] + g];
-                if (a.zero)
-                    to.zeros[m][h] = static_cast<const uint32_t*>(a.zero)[zero_at[m][h] + g];
+                for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        to.scales[m][h][0] =
+                            reinterpret_cast<const uint32_t*>(scales_at[m][h])[step];
+                        if (kZeros) {
+                            const uint2 both = reinterpret_cast<const uint2*>(zeros_at[m][h])[step];
+                            to.zeros[m][h][0] = both.x;
+                            to.zeros[m][h][1] = both.y;
+                        }
+                    }
+            } else if (!kScaleWeights && p.step_scales == kScalesShared) {
+                const int g = step * Shape::kStepDepth >> p.group_shift;
+#pragma unroll
+                for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        to.scales[m][h][0] = scales_at[m][h][g];
+                        if (kZeros) to.zeros[m][h][0] = zeros_at[m][h][g];
+                    }
+            } else {
+                int g[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    int column = (step * 2 + j) * Shape::kHalfDepth;
+                    if (kScaleWeights) column += quarter * (Shape::kHalfDepth / 4);
+                    g[j] = min(column >> p.group_shift, p.groups - 1);
+                }
+#pragma unroll
+                for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        to.scales[m][h][0] = scales_at[m][h][g[0]];
+                        if (kScaleWeights)
+                            to.scales[m][h][kScaleWeights] = scales_at[m][h][g[1]];
+                        else
+                            to.scales[m][h][0] |= static_cast<uint32_t>(scales_at[m][h][g[1]])
+                                                  << 16;
+                        if (kZeros) {
+                            to.zeros[m][h][0] = zeros_at[m][h][g[0]];
+                            to.zeros[m][h][1] = zeros_at[m][h][g[1]];
+                        }
+                    }
             }
-        if (++ahead_step == steps) {
-            ahead_step = 0;
-            if (++ahead_tile != tile_end) begin_tile();
         }
+        if (++soon_chunk < min(soon_first + p.pass_chunks, p.chunks)) return;
+        if (++soon_tile == p.tiles) {
+            soon_tile = 0;
+            soon_first += p.pass_chunks;
+        }
+        soon_chunk = soon_first;
     };
-    // Tiles begin at whole words, so a lane's rows have the same place in theirs in all of them.
-    const int zero_shift[2] = {row % kPerWord * kBits,
-                               (a.gated ? a.outputs % kPerWord + row : row) % kPerWord * kBits};
 
     // Only the weight is sure to be there before the kernel ahead has ended.
-    QuantStep<kTiles> slots[kSlots];
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s)
-#pragma unroll
-        for (int i = 0; i < kTiles * 2; ++i)  // of symmetric codes
-            (&slots[s].zeros[0][0])[i] = kBits == 4 ? 0x88888888u : 0x80808080u;
-    begin_tile();
-    if (steps) {
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) fetch(slots[s]);
+    begin_copies();
+    for (int s = 0; s + 1 < p.stages; ++s) {
+        fetch_codes(s * Shape::kStageBytes);
+        commit_copies();
     }
+    begin_scales();
+#pragma unroll
+    for (int m = 0; m < kTiles * 2; ++m) (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
+    if (a.zero)
+        load_scales(std::true_type());
+    else
+        load_scales(std::false_type());
     wait_for_previous_kernel();
 
-    // Piece j of lane t's pieces of a step goes to place 4 j + t, and rows lie an odd number of 64
-    // bytes apart: 8 lanes that read at the same time meet no bank twice.
-    {
-        const int begin = static_cast<int>(first) * Shape::kInputPieces;
-        const int end = static_cast<int>(first + steps) * Shape::kInputPieces;
-        const int there = a.depth / 8 - static_cast<int>(block_first) * Shape::kInputPieces;
-        for (int r = group; r < a.rows; r += kGroups) {
-            const uint4* const from =
-                reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.input) +
-                                               r * a.input_stride) +
-                static_cast<int64_t>(block_first) * Shape::kInputPieces;
-            constexpr int kAtOnce = 4;
-            for (int q = begin + lane; q < end; q += 32 * kAtOnce) {
-                uint4 x[kAtOnce];
+    unsigned char* const inputs = shared + p.inputs_at;
+    // -kCorrected times the sums of the activations of half a step: what the sums of products with
+    // codes start from, and what corrects them where a zero is not the middle one.
+    constexpr int kCorrected = kBits == 4 ? Code::kOffset + Code::kMiddle : Code::kMiddle;
+    unsigned char* const input_sums = shared + p.input_sums_at + quarter * 16;
+    // Columns without a row of activations are not looked at: they have the last one's.
+    const unsigned char* inputs_of[kColumns];
 #pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    x[i] = make_uint4(0, 0, 0, 0);
-                    if (q + i * 32 < min(end, there)) x[i] = from[q + i * 32];
+    for (int c = 0; c < kColumns; ++c)
+        inputs_of[c] = inputs + min(c * 8 + row, a.rows - 1) * p.input_pitch + quarter * 16;
+    // The activations of a pass. Piece i of lane t's pieces of half a step goes to place 4 i + t,
+    // and rows lie an odd number of 64 bytes apart: 8 lanes that read at the same time meet no bank
+    // twice.
+    auto begin_pass = [&](int first_chunk) {
+        constexpr int kHalfPieces = Shape::kHalfDepth / 8, kStepPieces = 2 * kHalfPieces;
+        const int first = first_chunk * Shape::kChunkSteps;
+        const int steps = min(p.pass_chunks * Shape::kChunkSteps, p.steps - first);
+        const int pieces = steps * kStepPieces, there = a.depth / 8 - first * kStepPieces;
+        const uint16_t* const from =
+            static_cast<const uint16_t*>(a.input) + static_cast<int64_t>(first) * Shape::kStepDepth;
+        constexpr int kAtOnce = 4;
+        int r = thread / pieces, q = thread % pieces;
+        while (r < a.rows) {
+            uint4 x[kAtOnce];
+            int to[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                x[i] = make_uint4(0, 0, 0, 0);
+                to[i] = -1;
+                if (r < a.rows) {
+                    const int in_half = q % kHalfPieces;
+                    to[i] =
+                        r * p.input_pitch +
+                        (q - in_half + in_half % Shape::kWords * 4 + in_half / Shape::kWords) * 16;
+                    if (q < there)
+                        x[i] = load_past_l1(
+                            reinterpret_cast<const uint4*>(from + r * a.input_stride) + q);
+                    for (q += kQuantThreads; q >= pieces; q -= pieces) ++r;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (to[i] >= 0) *reinterpret_cast<uint4*>(inputs + to[i]) = Code::arrange(x[i]);
+        }
+        __syncthreads();
+        if (kScaleWeights || (kBits == 8 && !a.zero)) return;
+        for (int half = warp; half < steps * 2; half += Shape::kWarps) {
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+                float sum[4] = {};
+#pragma unroll
+                for (int i = 0; i < Shape::kWords; ++i) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(
+                        inputs_of[c] + half * Shape::kHalfInputs + i * 64);
+                    constexpr uint32_t kOne = kOnes<T>;
+                    multiply_tile(sum, kOne, kOne, kOne, kOne, x.x, x.y, T());
+                    multiply_tile(sum, kOne, kOne, kOne, kOne, x.z, x.w, T());
+                }
+                if (row == 0)
+                    *reinterpret_cast<float4*>(input_sums + half * Shape::kHalfSums + c * 64) =
+                        make_float4(-kCorrected * sum[0], -kCorrected * sum[1],
+                                    -kCorrected * sum[0], -kCorrected * sum[1]);
+            }
+        }
+        __syncthreads();
+    };
+
+    // The codes of half a step, of rows 8 apart, times the activations of 8 rows, 8 at once in two
+    // products.
+    auto multiply_words = [&](float (&sum)[4], const uint32_t (&w)[2][Shape::kWords][4],
+                              const unsigned char* from) {
+#pragma unroll
+        for (int i = 0; i < Shape::kWords; ++i) {
+            const uint4 x = *reinterpret_cast<const uint4*>(from + i * 64);
+            multiply_tile(sum, w[0][i][0], w[1][i][0], w[0][i][1], w[1][i][1], x.x, x.y, T());
+            multiply_tile(sum, w[0][i][2], w[1][i][2], w[0][i][3], w[1][i][3], x.z, x.w, T());
+        }
+    };
+    auto expand = [](const uint2& codes, uint32_t (&w)[Shape::kWords][4]) {
+        if constexpr (kBits == 4) {
+            Code::expand(codes.x, w[0]);
+            Code::expand(codes.y, w[1]);
+        } else {
+            Code::expand(codes.x, reinterpret_cast<uint32_t (&)[2]>(w[0][0]));
+            Code::expand(codes.y, reinterpret_cast<uint32_t (&)[2]>(w[0][2]));
+        }
+    };
+    const unsigned char* codes_of[2];  // of the first step of a stage, of its halves
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+        codes_of[j] = shared + (group * Shape::kWarpRows + row) * Shape::kChunkBytes +
+                      ((part * 4 + j * 2 + quarter / 2) ^ row % 4 * 2) * 16 + quarter % 2 * 8;
+    const bool shared_scale = !kScaleWeights && p.step_scales == kScalesShared;
+    float sums[kTiles][kColumns][4] = {};
+    // `step` of a pass, `s` of a warp's in the stage at `stage_at`.
+    auto multiply = [&](int step, int s, int stage_at, const Scales& at, auto zeros) {
+        constexpr bool kZeros = decltype(zeros)::value;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int half = step * 2 + j;
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) {
+                uint32_t w[2][Shape::kWords][4];
+                float scale[2], correction[2];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    expand(*reinterpret_cast<const uint2*>(codes_of[j] + stage_at +
+                                                           s * (kParts * kStepBytes) +
+                                                           (m * 16 + h * 8) * Shape::kChunkBytes),
+                           w[h]);
+                    int zero = Code::kMiddle;
+                    if (kZeros) {
+                        const uint32_t word =
+                            j && !shared_scale ? at.zeros[m][h][1] : at.zeros[m][h][0];
+                        zero = static_cast<int>(word >> zero_shift[m][h] & kMask);
+                    }
+                    if (kScaleWeights) {
+                        const uint32_t minus =
+                            pair_of<T>(static_cast<float>(-zero - Code::kOffset));
+                        const uint32_t one = at.scales[m][h][j * kScaleWeights];
+                        const uint32_t times = low_halves(one, one);
+                        constexpr uint32_t kMinusZero = 0x80008000u;
+#pragma unroll
+                        for (int i = 0; i < Shape::kWords * 4; ++i) {
+                            uint32_t& x = w[h][i / 4][i % 4];
+                            x = multiply_add_pair(multiply_add_pair(x, kOnes<T>, minus, T()), times,
+                                                  kMinusZero, T());
+                        }
+                    } else {
+                        scale[h] = scale_in(at.scales[m][h][0], j && !shared_scale, T());
+                        correction[h] = scale[h] * (static_cast<float>(zero - Code::kMiddle) *
+                                                    (1.f / kCorrected));
+                    }
                 }
 #pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int in_step = (q + i * 32) % Shape::kInputPieces;
-                    const int place = q + i * 32 - in_step + in_step % Code::kPieces * 4 +
-                                      in_step / Code::kPieces;
-                    if (q + i * 32 < end)
-                        *reinterpret_cast<uint4*>(shared + r * p.input_pitch + place * 16) =
-                            Code::arrange(x[i]);
+                for (int c = 0; c < kColumns; ++c) {
+                    const unsigned char* const from = inputs_of[c] + half * Shape::kHalfInputs;
+                    if constexpr (kScaleWeights) {
+                        multiply_words(sums[m][c], w, from);
+                    } else {
+                        float sum[4] = {};
+                        float4 start = make_float4(0.f, 0.f, 0.f, 0.f);
+                        if (kBits == 4 || kZeros)
+                            start = *reinterpret_cast<const float4*>(
+                                input_sums + half * Shape::kHalfSums + c * 64);
+                        if (kBits == 4) {
+                            sum[0] = start.x;
+                            sum[1] = start.y;
+                            sum[2] = start.z;
+                            sum[3] = start.w;
+                        }
+                        multiply_words(sum, w, from);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) sums[m][c][i] += scale[i / 2] * sum[i];
+                        if (kZeros) {
+#pragma unroll
+                            for (int i = 0; i < 4; ++i)
+                                sums[m][c][i] += correction[i / 2] * (i % 2 ? start.y : start.x);
+                        }
+                    }
                 }
             }
         }
-        if (kGroups == 1)
-            __syncwarp();
-        else
-            __syncthreads();
-    }
+    };
 
-    // Columns without a row of activations are not looked at: they have the last one's.
-    const unsigned char* inputs_at[kColumns];
+    float* const parts = reinterpret_cast<float*>(shared + p.parts_at);
+    float* const passes = reinterpret_cast<float*>(shared + p.passes_at);
+    auto end_tile = [&](int tile, bool first, bool last) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-        inputs_at[c] = shared + min(c * 8 + row, a.rows - 1) * p.input_pitch +
-                       first * (Shape::kInputPieces * 16) + quarter * 16;
-    float* const all_sums = reinterpret_cast<float*>(shared + a.rows * p.input_pitch);
-    int side = 0;
-    float sums[kTiles][kColumns][4] = {};
-    auto end_tile = [&] {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-            if (c * 8 >= a.rows) break;
-            float* const to = all_sums + side * Shape::kSumFloats;
-            side ^= 1;  // the other side may still be read
+        for (int c = 0; c < kColumns; ++c)
 #pragma unroll
             for (int m = 0; m < kTiles; ++m)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    to[(part * 8 + quarter * 2 + i % 2) * Shape::kSumPitch +
-                       group * Shape::kWarpRows + m * 16 + i / 2 * 8 + row] = sums[m][c][i];
+                    parts[c * Shape::kSumFloats +
+                          (part * 8 + quarter * 2 + i % 2) * Shape::kSumPitch +
+                          group * Shape::kWarpRows + m * 16 + i / 2 * 8 + row] = sums[m][c][i];
                     sums[m][c][i] = 0.f;
                 }
-            __syncthreads();
-            finish_rows<T, Shape::kTileRows, kParts>(a, p, tile, c, to);
-        }
-        ++tile;
+        __syncthreads();  // and another one stands before the next tile's end
+        finish_tile<T, Shape::kTileRows, kParts>(a, p, tile, parts, passes, first, last);
     };
-    uint32_t step = 0;
-    auto multiply = [&](const QuantStep<kTiles>& at) {
-        CodeAffine affine[kTiles][2];
+    auto run = [&](auto zeros) {
+        // The stage that was used last is the next to be filled.
+        int stage_at = 0, free_at = (p.stages - 1) * Shape::kStageBytes;
+        for (int first = 0; first < p.chunks; first += p.pass_chunks) {
+            const int end = min(first + p.pass_chunks, p.chunks);
+            if (first > 0) __syncthreads();  // all are done with the activations
+            begin_pass(first);
+            for (int tile = 0; tile < p.tiles; ++tile) {
+                for (int chunk = first; chunk < end; ++chunk) {
+                    wait_for_copies(p.stages - 2);
+                    __syncthreads();  // the stage is here for all, all are done with the one before
+                    fetch_codes(free_at);
+                    commit_copies();
+                    Scales now[kSteps];
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m)
+                    for (int s = 0; s < kSteps; ++s) now[s] = soon[s];
+                    if (chunk == first) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                affine[m][h] =
-                    Code::affine(at.scales[m][h], at.zeros[m][h] >> zero_shift[h] & kMask);
+                        for (int m = 0; m < kTiles * 2; ++m)
+                            (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
+                    }
+                    if (chunk + 1 == end) begin_scales();
+                    load_scales(zeros);
 #pragma unroll
-        for (int piece = 0; piece < Code::kPieces; ++piece) {
-            uint32_t w[kTiles][2][4];
-#pragma unroll
-            for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    Code::expand(at.codes[m][h], piece, affine[m][h], w[m][h]);
-#pragma unroll
-            for (int c = 0; c < kColumns; ++c) {
-                if (kColumns > 2 && c * 8 >= a.rows) break;
-                const uint4 x = *reinterpret_cast<const uint4*>(
-                    inputs_at[c] + step * (Shape::kInputPieces * 16) + piece * 64);
-#pragma unroll
-                for (int m = 0; m < kTiles; ++m) {
-                    multiply_tile(sums[m][c], w[m][0][0], w[m][1][0], w[m][0][1], w[m][1][1], x.x,
-                                  x.y, T());
-                    multiply_tile(sums[m][c], w[m][0][2], w[m][1][2], w[m][0][3], w[m][1][3], x.z,
-                                  x.w, T());
+                    for (int s = 0; s < kSteps; ++s) {
+                        const int step = chunk * Shape::kChunkSteps + s * kParts + part;
+                        if (step < p.steps)
+                            multiply(step - first * Shape::kChunkSteps, s, stage_at, now[s], zeros);
+                    }
+                    free_at = stage_at;
+                    stage_at += Shape::kStageBytes;
+                    if (stage_at == p.stages * Shape::kStageBytes) stage_at = 0;
                 }
+                end_tile(tile, first == 0, end == p.chunks);
             }
         }
     };
-    if (steps == 0) {
-        while (tile < tile_end) end_tile();
-    } else {
-        while (tile < tile_end) {
-#pragma unroll
-            for (int s = 0; s < kSlots; ++s) {
-                if (tile == tile_end) break;
-                multiply(slots[s]);
-                fetch(slots[s]);
-                if (++step == steps) {
-                    step = 0;
-                    end_tile();
-                }
-            }
-        }
-    }
-    if (p.splits > 1)
-        finish_range<T>(a, p, Shape::kTileRows, reinterpret_cast<volatile uint32_t*>(shared));
+    if (a.zero)
+        run(std::true_type());
+    else
+        run(std::false_type());
+    wait_for_copies(0);
 }
 
 }  // namespace offload
