@@ -276,6 +276,26 @@ def test_what_waits_keeps_its_hidden_states_alone(
         assert several <= one / 4
 
 
+def test_a_layer_within_a_layer_does_not_wait(model: Any) -> None:
+    """It holds a slot and its weights are in place: others must not run before it has ended."""
+    arguments = variants.inputs("llama")
+    hidden = torch.randn(1, 4, 32)
+    rotary = model.model.rotary_emb(hidden, torch.arange(4)[None])
+    inner: list[torch.Tensor] = []
+    first, last = model.model.layers[0], model.model.layers[2]
+
+    def call(*_: Any) -> None:
+        inner.append(last(hidden, position_embeddings=rotary))
+
+    with torch.no_grad():
+        want, within = model(**arguments).logits, last(hidden, position_embeddings=rotary)
+        hook = first.mlp.register_forward_hook(call)
+        got = model.offload.together([lambda: model(**arguments).logits] * 3)
+        hook.remove()
+    assert len(inner) == 3 and all(torch.equal(x, within) for x in inner)
+    assert all(comparison.spread(logits, want) < 1e-4 for logits in got)
+
+
 def test_an_encoder_beside_decoders_that_are_under_way(variant_folder: Folder) -> None:
     """A new request's encoder runs in the pass in which others decode; nobody waits for ever."""
     work = requests("t5", [6, 2, 5, 1, 3])
