@@ -225,6 +225,7 @@ def test_memory_is_used_again_and_given_back(
         host_kv.aio, "alloc", lambda n, **options: made.append(n) or alloc(n, **options)
     )
     with run(variant_folder("llama")) as model:
+        model.offload.wait_loaded()  # in memory that is none of ours
         made.clear()
         generate(model, prompts(2, 3), [0, 0], max_new_tokens=2)
         config = model.config

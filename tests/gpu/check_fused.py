@@ -2,7 +2,7 @@
 torch and transformers is needed.
 
     python tests/gpu/check_fused.py [--tiers resident,cpu,nvme] [--dtypes float32,bfloat16]
-                                    [--quantised] [--device cuda] [NAME ...]
+                                    [--quantised] [--kv-on-cpu] [--device cuda] [NAME ...]
 
 One line a variant, tier and dtype: the largest error against float64 of the fused engine and of
 the plain model, the number of graphs that were replayed, and "ok" or FAILED with what is wrong.
@@ -11,6 +11,9 @@ Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 i
 --quantised: variants are quantised ones instead, named llama/int4 and so on, and compared with the
 plain model whose weights are what the stored ones stand for; what other programs store is so in
 bfloat16 alone.
+
+--kv-on-cpu: all sequences but the first keep keys and values in CPU memory, where CPU cores attend
+to them, and prompts go through a layer sequence by sequence; no graph is replayed then.
 """
 
 from __future__ import annotations
@@ -60,7 +63,14 @@ def graphs_of(model: Any, name: str) -> int:
 
 
 def check(
-    folder: Path, name: str, tier: str, dtype: torch.dtype, device: str, asked: Any, exact: Any
+    folder: Path,
+    name: str,
+    tier: str,
+    dtype: torch.dtype,
+    device: str,
+    asked: Any,
+    exact: Any,
+    kv_on_cpu: bool = False,
 ) -> tuple[str, bool]:
     """What to print, and whether all is right. `asked`: the plain model's logits and tokens."""
     plain, said = asked
@@ -71,7 +81,11 @@ def check(
         place = {"": "cpu", **dict.fromkeys(names[::2], 0)}
     name = name.partition("/")[0]
     arguments = {"device_map": place, "device": device, "dtype": dtype, "max_length": 64}
+    if kv_on_cpu:
+        arguments |= {"batch_size": 2, "kv_on_cpu": 1}
     with offload.run(folder, engine="fused", **arguments) as model:
+        if kv_on_cpu:
+            model.offload._engine.prefill_rows = 1
         got = exactness.logits(model, name)
         tokens = exactness.tokens(model, name) if dtype == torch.float32 else {}
         graphs = graphs_of(model, name)
@@ -81,6 +95,9 @@ def check(
     wrong += [f"{count} calls unserved: {why}" for why, count in report.unserved.items()]
     wrong += [note for note in report.notes if "graph" in note]
     wanted = {"resident": 1, "mixed": 2}.get(tier, 0) if device != "cpu" else 0
+    wanted = 0 if kv_on_cpu else wanted
+    if kv_on_cpu and not model.offload.cpu_work.steps:
+        wrong.append("nothing was done on CPU cores")
     if graphs != wanted:
         wrong.append(f"{graphs} graphs instead of {wanted}")
     errors = [max(comparison.spread(x[k], exact[k]) for k in exact) for x in (got, plain)]
@@ -117,6 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--quantised", action="store_true")
+    parser.add_argument("--kv-on-cpu", action="store_true")
     parser.add_argument("--tiers", default="resident,cpu,nvme,mixed")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--device", default="cuda")
@@ -148,7 +166,8 @@ def main() -> int:
             for tier in options.tiers.split(","):
                 start = time.perf_counter()
                 try:
-                    line, right = check(folder, name, tier, dtype, options.device, asked, exact)
+                    place = folder, name, tier, dtype, options.device
+                    line, right = check(*place, asked, exact, options.kv_on_cpu)
                 except Exception as error:
                     traceback.print_exc(limit=-4)
                     line, right = f"FAILED {type(error).__name__}: {error}", False
