@@ -14,6 +14,7 @@ from offload.models.held import Held, Hooks, Structure, parameters_of
 from offload.models.hooked import LayerForward
 from offload.models.layer_weights import LayerWeights
 from offload.models.parts import Part
+from offload.models.quantized.in_rows import rearrange
 from offload.models.quantized.layer import QuantisedLayer, adjacent_of
 from offload.models.quantized.scratch import Scratch
 from offload.models.spec import LayerSpec, ModelSpec
@@ -64,6 +65,7 @@ class ResidentLayer:
     def __init__(self, spec: LayerSpec, part: Part) -> None:
         self.spec = spec
         module = part.modules[0]
+        rearrange(module)
         self.quantised = QuantisedLayer.of(spec, module)
         for group in adjacent_of(spec, self.quantised):
             _lay_together(module, group)

@@ -125,6 +125,34 @@ def test_published_methods(
     check(out, plain, name, place, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "place"),
+    [("llama", "gptq", HALF), ("qwen2", "awq", RESIDENT), ("opt", "gptq-channel", RESIDENT)],
+    ids=str,
+)
+def test_what_other_programs_store_is_rearranged_where_it_stays(
+    source: Source,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    method: str,
+    place: Any,
+) -> None:
+    half = torch.float16  # as their scales
+    monkeypatch.setattr(published, "DTYPE", half)
+    out, state = published.save(method, source(name), tmp_path / "out")
+    plain = folders.plain_model(source(name), state, tmp_path / "whole", half)
+    wanted = folders.logits(plain)
+    ids = variants.inputs("llama")["input_ids"]
+    with fused(out, RESIDENT, dtype=half) as model, torch.no_grad():
+        products = 4 * plain.config.num_hidden_layers
+        assert f"{products} products of up to 64 rows take" in str(model.offload.report())
+        asked = model(input_ids=ids, output_hidden_states=True)  # by the modules themselves
+        assert torch.equal(asked.logits, wanted)
+    assert all(p.is_meta for p in model.parameters())  # closed: nothing is held
+    check(out, plain, name, place, half)
+
+
 def test_a_weight_that_nobody_made_shows(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,13 @@ class QuantisedForward:
         """Let go of the memory of stored and whole weights."""
         self._made.clear()
         self.scratch.release()
+        parameters = self._module._parameters
+        for weight in self.weights:
+            module = weight.placeholder.data.weight.removesuffix(weight.key)  # type: ignore[attr-defined]
+            for part in weight.parts:
+                stored = parameters.get(part)
+                if stored is not None and not stored.is_meta:
+                    parameters[part] = Placeholder.parameter(f"{module}{part}", stored)
 
 
 class _Made:

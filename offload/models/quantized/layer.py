@@ -19,6 +19,7 @@ from offload.models.adjacent import joined
 from offload.models.held import Place
 from offload.models.quantized.coded import Decoder
 from offload.models.quantized.forward import quantised_forwards
+from offload.models.quantized.in_rows import rearranged
 from offload.models.quantized.scratch import Scratch
 from offload.models.quantized.whole import Fill, WholeWeight
 from offload.models.spec import LayerSpec, LinearSpec, ModelSpec
@@ -54,16 +55,13 @@ class Stack:
         stored row by row, or more than what is stored for them.
         """
         found: list[tuple[Decoder, dict[str, tuple[torch.dtype, torch.Size]]]] = []
-        names: dict[str, list[str]] = {}
-        for name, weight in weights.items():
+        for weight in weights.values():
             expression = weight.expression
             decode = getattr(expression, "decode", None)
             if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
                 return None
             stored = {end: (t.dtype, t.shape[1:]) for end, t in expression.parts}
             found.append((decode, stored))
-            for end, part in zip(stored, weight.parts, strict=True):
-                names.setdefault(end, []).append(f"{name.removesuffix(weight.key)}{part}")
         first, stored = found[0]
         rows = [decode.shape[0] for decode, _ in found]
         if len(found) > 1:
@@ -74,7 +72,7 @@ class Stack:
             first.form,
             stored[first.form.scale_name][0],
             (sum(rows), first.shape[-1]),
-            {end: tuple(members) for end, members in names.items()},
+            dict(zip(stored, _parts(weights), strict=True)),
         )
 
     def stored(self, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
@@ -83,6 +81,22 @@ class Stack:
             self.form,
             {end: joined([tensors[n] for n in names]) for end, names in self.parts.items()},
         )
+
+
+def _parts(weights: Mapping[str, WholeWeight]) -> list[tuple[str, ...]]:
+    """The stored tensors of weights of one format, as the layer names them, like ones together."""
+    named = (
+        [f"{name.removesuffix(weight.key)}{part}" for part in weight.parts]
+        for name, weight in weights.items()
+    )
+    return list(zip(*named, strict=True))
+
+
+def _stack_once_rearranged(weights: Mapping[str, WholeWeight]) -> bool:
+    """Whether these are a stack where the layer stays, and what is stored is rearranged there."""
+    later = {name: rearranged(weight) for name, weight in weights.items()}
+    stays = [name for name, weight in later.items() if weight is None]
+    return not stays and Stack.of({n: w for n, w in later.items() if w is not None}) is not None
 
 
 def _stackable(form: WeightFormat, rows: Sequence[int]) -> bool:
@@ -129,6 +143,7 @@ class QuantisedLayer:
         self._modules = {name: module.get_submodule(name) for name in forwards}
         self._offsets: dict[LinearSpec, int] = {}
         self._stacks: dict[LinearSpec, Stack] = {}
+        self._adjacent: dict[LinearSpec, list[tuple[str, ...]]] = {}
         at = 0
         for linear in spec.linears().values():
             own = {n: self._weights[n] for n in linear.weights if n in self._weights}
@@ -136,9 +151,13 @@ class QuantisedLayer:
                 continue
             self._offsets[linear] = at
             at = align(at + sum(_whole(module, name).nbytes for name in linear.weights))
-            stack = Stack.of(own) if len(own) == len(linear.weights) else None
+            if len(own) < len(linear.weights):
+                continue
+            stack = Stack.of(own)
             if stack is not None:
                 self._stacks[linear] = stack
+            if stack is not None or _stack_once_rearranged(own):
+                self._adjacent[linear] = _parts(own)
         self.scratch.need(at, max(weight.beside for weight in self._weights.values()))
 
     @classmethod
@@ -151,8 +170,7 @@ class QuantisedLayer:
 
     def adjacent(self, linear: LinearSpec) -> list[tuple[str, ...]]:
         """Stored tensors of that product, by name, that are to lie without a gap."""
-        stack = self._stacks.get(linear)
-        return [names for names in stack.parts.values() if len(names) > 1] if stack else []
+        return [names for names in self._adjacent.get(linear, ()) if len(names) > 1]
 
     def placeholders(self) -> Iterator[Place]:
         """Where they stand in the model while nobody needs them."""
