@@ -289,7 +289,7 @@ def test_a_layer_within_a_layer_does_not_wait(model: Any) -> None:
 
     with torch.no_grad():
         want, within = model(**arguments).logits, last(hidden, position_embeddings=rotary)
-        hook = first.mlp.register_forward_hook(call)
+        hook = first.mlp.register_forward_pre_hook(call)
         got = model.offload.together([lambda: model(**arguments).logits] * 3)
         hook.remove()
     assert len(inner) == 3 and all(torch.equal(x, within) for x in inner)
