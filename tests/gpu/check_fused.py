@@ -10,7 +10,7 @@ Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 i
 
 --quantised: variants are quantised ones instead, named llama/int4 and so on, and compared with the
 plain model whose weights are what the stored ones stand for; what other programs store is so in
-bfloat16 alone.
+16 bits alone (float16 is what GPTQ's and AWQ's scales are in).
 
 --kv-on-cpu: all sequences but the first keep keys and values in CPU memory, where CPU cores attend
 to them, and prompts go through a layer sequence by sequence; no graph is replayed then.
@@ -122,6 +122,7 @@ def quantised(name: str, dtype: torch.dtype, parent: Path) -> tuple[Path, Path]:
     family, _, form = name.partition("/")
     source = folders.save(family, parent / "source")
     if form in published.METHODS:
+        published.DTYPE = dtype
         out, state = published.save(form, source, parent / "stored")
     else:
         out = folders.pack(source, parent / "stored", form)
@@ -147,7 +148,7 @@ def main() -> int:
     begin, failed, done = time.perf_counter(), [], 0
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         for name, kind in itertools.product(names, options.dtypes.split(",")):
-            if kind != "bfloat16" and name.partition("/")[2] in published.METHODS:
+            if kind == "float32" and name.partition("/")[2] in published.METHODS:
                 continue
             try:
                 dtype = getattr(torch, kind)
