@@ -108,8 +108,8 @@ def run(
             ("fits") for sequences of `prompt_len` + `gen_len` tokens, by this machine's measured
             rates. For throughput the plan also says how many sequences run at once, unless
             batch_size does: `model.offload.planned.choice.setting.batch`. The rates are those that
-            `offload info --measure` keeps; without them some are measured in a few seconds, and
-            plans with attention on the CPU are left out.
+            `offload info --measure` keeps; without them they are measured in a few seconds, less
+            well, and the report says so.
         kv_on_cpu: of batch_size sequences, so many keep keys and values in CPU memory, and CPU
             cores attend to them while weights are streamed: more sequences a pass over the weights.
             A batch's first batch_size - kv_on_cpu ones keep theirs on the compute device. Takes the

@@ -28,8 +28,8 @@ from offload.scheduler.planner import Planned, plan_job
 from offload.scheduler.setting import Goal
 
 QUICK = (
-    "the rates that this was planned with were measured in a few seconds, and attention on the CPU "
-    "was not: `offload info --measure` measures all of this machine once, and keeps it"
+    "the rates that this was planned with were measured in a few seconds: `offload info --measure` "
+    "measures this machine at length, once, and keeps what it finds"
 )
 
 

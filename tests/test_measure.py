@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.bench.shapes import shape_config
 from offload.errors import OffloadError
-from offload.measure import cache, compute, hardware, host, machine
+from offload.measure import cache, compute, hardware, host, machine, quick
 from offload.measure.cache import kept_hardware, measured_hardware, rates_file, read_hardware
 from offload.measure.hardware import measure_hardware
 from offload.measure.host import HostMemory, PlainReader, rates_beside, read_rate
+from offload.models.profile import config_profile
 from offload.scheduler.hardware import HardwareError
+from offload.scheduler.plan import Budget
+from offload.scheduler.planner import plan_job
+from offload.scheduler.setting import Goal, Job
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -44,7 +49,8 @@ def test_all_that_this_machine_has_is_measured(brief: None, tmp_path: Path) -> N
     assert found.cpu_attention and found.cpu_attention_by
     assert "measuring: disk" in steps
     assert list((tmp_path / "new").iterdir()) == []  # the test file is gone
-    for name in ("link_up", "link_down_both", "host_read_beside", "launch"):
+    assert found.link_up is not None and found.link_up > 1e7  # copies within that memory
+    for name in ("link_down", "link_down_both", "host_read_beside", "launch"):
         assert getattr(found, name) is None
         assert found.absent[name] == "no GPU: layers run on cpu"
 
@@ -164,3 +170,22 @@ def test_a_gpu_and_its_link(tmp_path: Path) -> None:
     assert 0.3 < found.link_beside / found.link_up < 1.05
     assert found.matrix_rate("bfloat16", 8192) > 20 * found.matrix_rate("bfloat16", 16)
     assert found.hbm and found.hbm > 3 * found.link_up
+
+
+def test_quick_rates_are_enough_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "LONGER", 0.05)
+    monkeypatch.setattr(quick, "SECONDS", 0.01)
+    monkeypatch.setattr(quick, "DISK_BYTES", 1 << 20)
+    quick.quick_hardware.cache_clear()
+    found = quick.quick_hardware(CPU, torch.float32, (), tmp_path)
+    assert quick.quick_hardware(CPU, torch.float32, (), tmp_path) is found
+    assert list(tmp_path.iterdir()) == []
+    assert found.link_up and found.disk and found.hbm
+    assert [rows for rows, _ in found.matrix["float32"]] == [1, 16, 128]
+    model = config_profile(shape_config("tiny", torch.float32), "tiny")
+    budget = Budget(1 << 30, 1 << 30)
+    assert plan_job(model, found, budget, Job(8, 4, 2), Goal.LATENCY).choice.seconds > 0
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    again = quick.quick_hardware(CPU, torch.float32, (str(file),), tmp_path)
+    assert again.disk and again is not found

@@ -11,16 +11,18 @@ import torch
 
 from offload.aio import AioError
 from offload.aio.bench.testfile import made
+from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
 from offload.measure.host import GROUPS, HostMemory, rates_beside, read_rate
 from offload.measure.link import link_rates, stream_up
 from offload.measure.machine import this_machine
-from offload.measure.stream import measure_disk
+from offload.measure.stream import measure_disk, measure_link
 from offload.scheduler.hardware import Curve, Hardware
 
 DISK_BYTES = 512 << 20
+COPY_BYTES = 32 << 20  # of one copy in CPU memory
 HBM_BYTES = 2 << 30
 BESIDE_SECONDS = 1.5
 WIDTH = 8192  # of the square weights that products are timed with
@@ -58,6 +60,7 @@ def measure_hardware(
             ),
         ]
     else:
+        steps.append(("copies in CPU memory", ("link_up",), lambda: _copies(device)))
         for name in _LINK:
             absent[name] = f"no GPU: layers run on {device}"
     for what, names, measure in steps:
@@ -66,6 +69,7 @@ def measure_hardware(
             rates.update(measure())
         except (OffloadError, AioError, OSError, ValueError, RuntimeError, MemoryError) as error:
             absent.update(dict.fromkeys(names, " ".join(str(error).split())[:300]))
+    absent = {name: why for name, why in absent.items() if name not in rates}
     return Hardware(machine=this_machine(folder, device), absent=absent, **rates)
 
 
@@ -144,6 +148,11 @@ def _host() -> dict[str, Any]:
         "cpu_attention": curve,
         "cpu_attention_by": memory.attention(1).how,
     }
+
+
+def _copies(device: torch.device) -> dict[str, Any]:
+    """Where the CPU computes, layers come from its own memory."""
+    return {"link_up": measure_link(compute_device(device), COPY_BYTES)}
 
 
 def _beside(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,13 @@ from offload.aio import AioError
 from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
+from offload.kernels.host_library import why_not_host
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
-from offload.measure.link import link_rates
+from offload.measure.host import HostMemory, rates_beside, read_rate
+from offload.measure.link import link_rates, stream_up
 from offload.measure.machine import this_machine
 from offload.measure.stream import measure_disk, measure_link
+from offload.memory_limits import host_memory_available
 from offload.scheduler.hardware import Hardware
 
 DISK_BYTES = 128 << 20
@@ -25,6 +28,8 @@ HBM_BYTES = 1 << 30
 LINK_BYTES = 32 << 20  # of one copy in CPU memory, where the CPU computes
 ROWS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (1, 16, 128)}
 WIDTH = {"cuda": 8192, "cpu": 512}
+HOST_BYTES, HOST_SECONDS, BESIDE_SECONDS = 1 << 30, 0.3, 0.8
+GROUPS = (1, 8)  # queries a KV head
 SECONDS, LONGER = 0.1, 1.0  # of products of one number of rows
 
 
@@ -32,14 +37,14 @@ SECONDS, LONGER = 0.1, 1.0  # of products of one number of rows
 def quick_hardware(
     device: torch.device, dtype: torch.dtype, files: Sequence[str], folder: Path
 ) -> Hardware:
-    """Link, memory, products of `dtype`, launches and disk; once a process.
+    """Link, memory, products of `dtype`, launches and disk, and beside a GPU attention on the CPU.
+    Measured once a process.
 
-    Reads are of `files`, or of a test file in `folder` where there are none. Nothing is measured of
-    attention on the CPU, which takes long.
+    Reads are of `files`, or of a test file in `folder` where there are none.
     """
     kind = device.type
     rates: dict[str, Any] = {}
-    absent = {"cpu_attention": "it was left out of a quick measurement"}
+    absent = {"cpu_attention": "no GPU: the CPU computes anyhow"}
     width = WIDTH[kind]
     name = str(dtype).removeprefix("torch.")
     # Most rows first, and longer: boost clocks do not last.
@@ -56,6 +61,12 @@ def quick_hardware(
         free = torch.cuda.mem_get_info(device)[0]
         rates["hbm"] = hbm_rates(device, min(HBM_BYTES, free // 4))[0]
         rates["launch"] = launch_seconds(device)
+        reason = why_not_host()
+        try:
+            rates |= _host(device, found.up) if reason is None else {}
+        except (OffloadError, RuntimeError, MemoryError) as error:
+            reason = str(error)
+        absent = {} if reason is None else {"cpu_attention": reason}
     else:
         rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)
     try:
@@ -63,6 +74,21 @@ def quick_hardware(
     except (OffloadError, AioError, OSError) as error:
         absent["disk"] = " ".join(str(error).split())[:300]
     return Hardware(machine=this_machine(folder, device), absent=absent, **rates)
+
+
+def _host(device: torch.device, link: float) -> dict[str, Any]:
+    """CPU memory, alone and beside the link."""
+    memory = HostMemory(min(HOST_BYTES, host_memory_available() // 8))
+    reader = memory.reader()
+    alone = read_rate(reader, HOST_SECONDS)
+    curve = tuple((group, read_rate(memory.attention(group), HOST_SECONDS)) for group in GROUPS)
+    host, beside = rates_beside(reader, lambda: stream_up(device, link, BESIDE_SECONDS))
+    return {
+        "host_read": alone,
+        "cpu_attention": curve,
+        "host_read_beside": host,
+        "link_beside": beside,
+    }
 
 
 def _disk(files: Sequence[str], folder: Path) -> float:
