@@ -267,8 +267,10 @@ def test_the_gpu_limit_holds_and_is_lifted() -> None:
     torch.empty(2 << 30, dtype=torch.uint8, device=device)
 
 
-@pytest.mark.parametrize("asked", ["int4-g32-zp", "int8-channel", "fp8", "mxfp4"])
-@pytest.mark.parametrize("where", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("where", "asked"),
+    [("cpu", "int4-g32-zp"), ("nvme", "int8-channel"), ("cpu", "fp8"), ("nvme", "mxfp4")],
+)
 def test_quantised_weights_move_as_they_are_stored(
     program: Any, tmp_path: Path, where: str, asked: str
 ) -> None:
