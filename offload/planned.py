@@ -31,6 +31,7 @@ QUICK = (
     "the rates that this was planned with were measured in a few seconds: `offload info --measure` "
     "measures this machine at length, once, and keeps what it finds"
 )
+BESIDE = 128 << 20  # bytes of the GPU that kernels' own scratch and the allocator's rounding take
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,13 @@ def plan_run(
     assert config.goal is not None and config.job is not None
     hardware, notes = _hardware(network.dtype, config, files, home)
     engine = _engine(network, spec, config, hardware)
-    model, weights = built_profile(network, parts.layers, parts.outside_bytes, engine)
+    on_cpu = config.compute.type == "cpu"
+    beside = 0 if on_cpu else BESIDE
+    model, weights = built_profile(network, parts.layers, parts.outside_bytes + beside, engine)
     room = _apart(budget, model, weights, io)
     planned = plan_job(model, hardware, room, config.job, Goal(config.goal), (weights,))
     choice = planned.choice
     setting, need = choice.setting, choice.memory
-    on_cpu = config.compute.type == "cpu"
     plan = fixed_plan(
         [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers],
         setting.tiers(),
@@ -75,7 +77,7 @@ def plan_run(
         Workload(
             outside_bytes=parts.outside_bytes,
             # Where the CPU computes, the budget is one of weights.
-            reserve_bytes=scratch_bytes(network) if on_cpu else _reserve(need),
+            reserve_bytes=scratch_bytes(network) if on_cpu else beside + _reserve(need),
             kv_cpu_bytes=0 if on_cpu else need.kv_cpu,
             depth=setting.depth,
             max_chunk_bytes=io["block_size"],

@@ -15,7 +15,6 @@ from offload.bench.subject import Subject
 from offload.bench.table import format_table
 from offload.bench.workload import Workload, measure
 from offload.config import OffloadConfig
-from offload.errors import BudgetError
 from offload.models.quantized.wanted import Wishes
 from offload.scheduler.setting import Goal
 
@@ -200,8 +199,8 @@ def measure_predictions(
         row = Row(case)
         try:
             _run(row, device, prompt, gen)
-        except (BudgetError, torch.OutOfMemoryError) as error:
-            row.problem = str(error).splitlines()[0][:120]
+        except Exception as error:  # the other cases are worth having, whatever it was
+            row.problem = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         row.seconds = time.perf_counter() - start
         result.rows.append(row)
         say("  ".join(cell for cell in row.cells() if cell))
