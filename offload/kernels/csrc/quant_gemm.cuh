@@ -199,28 +199,29 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
                              (copy_piece ^ copy_row % 4 * 2) * 16;
     int ahead_first = 0, ahead_tile = 0, ahead_chunk = 0;  // of a pass the first chunk
     uint32_t copies_at[Shape::kCopies];                    // of 16 bytes
-    uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
+    int wanted = 0;  // copies: rows without an output, the last ones, are left as they are
     auto begin_copies = [&] {
         const QuantTile at(a, p, ahead_tile);
         wanted = 0;
 #pragma unroll
         for (int n = 0; n < Shape::kCopies; ++n) {
             const int in_tile = copy_row + n * Shape::kRowsAtOnce;
-            copies_at[n] =
-                static_cast<uint32_t>(at.row_of(a, in_tile)) * (p.row_bytes / 16) + copy_piece;
-            wanted |= static_cast<uint32_t>(at.output_of(a, in_tile) < at.outputs) << n;
+            copies_at[n] = static_cast<uint32_t>(at.row_of(a, in_tile)) * (p.row_bytes / 16) +
+                           ahead_first * Shape::kPieces + copy_piece;
+            wanted += at.output_of(a, in_tile) < at.outputs;
         }
     };
     // Behind a row's end the activations are zeros, and any code is finite.
     auto fetch_codes = [&](int stage_at) {
         if (ahead_first >= p.chunks) return;
-        const int piece = ahead_chunk * Shape::kPieces;
-        const uint32_t now = (piece + copy_piece) * 16 < p.row_bytes ? wanted : 0;
+        const int now = (ahead_chunk * Shape::kPieces + copy_piece) * 16 < p.row_bytes ? wanted : 0;
 #pragma unroll
-        for (int n = 0; n < Shape::kCopies; ++n)
-            copy_async16_if(now >> n & 1,
+        for (int n = 0; n < Shape::kCopies; ++n) {
+            copy_async16_if(n < now,
                             copy_to + stage_at + n * Shape::kRowsAtOnce * Shape::kChunkBytes,
-                            static_cast<const uint4*>(a.codes) + (copies_at[n] + piece), policy);
+                            static_cast<const uint4*>(a.codes) + copies_at[n], policy);
+            copies_at[n] += Shape::kPieces;
+        }
         if (++ahead_chunk < min(ahead_first + p.pass_chunks, p.chunks)) return;
         if (++ahead_tile == p.tiles) {
             ahead_tile = 0;
@@ -233,12 +234,11 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
     // Scales and zeros, which lie a few bytes a row.
     constexpr int kPerWord = 32 / kBits;
     constexpr uint32_t kMask = (1u << kBits) - 1;
-    int soon_first = 0, soon_tile = 0, soon_chunk = 0;
     const uint16_t* scales_at[kTiles][2];
     const uint32_t* zeros_at[kTiles][2];
     int zero_shift[kTiles][2], soon_shift[kTiles][2];
-    auto begin_scales = [&] {
-        const QuantTile at(a, p, soon_tile);
+    auto begin_scales = [&](int tile) {
+        const QuantTile at(a, p, tile);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -250,13 +250,12 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
             }
     };
     Scales soon[kSteps] = {};
-    auto load_scales = [&](auto zeros) {
+    auto load_scales = [&](int chunk, auto zeros) {
         constexpr bool kZeros = decltype(zeros)::value;
-        if (soon_first >= p.chunks) return;
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
             Scales& to = soon[s];
-            const int step = min(soon_chunk * Shape::kChunkSteps + s * kParts + part, p.steps - 1);
+            const int step = min(chunk * Shape::kChunkSteps + s * kParts + part, p.steps - 1);
             if (!kScaleWeights && p.step_scales == kScalesPaired) {
 #pragma unroll
                 for (int m = 0; m < kTiles; ++m)
@@ -304,12 +303,6 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
                     }
             }
         }
-        if (++soon_chunk < min(soon_first + p.pass_chunks, p.chunks)) return;
-        if (++soon_tile == p.tiles) {
-            soon_tile = 0;
-            soon_first += p.pass_chunks;
-        }
-        soon_chunk = soon_first;
     };
 
     // Only the weight is sure to be there before the kernel ahead has ended.
@@ -318,13 +311,11 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
         fetch_codes(s * Shape::kStageBytes);
         commit_copies();
     }
-    begin_scales();
-#pragma unroll
-    for (int m = 0; m < kTiles * 2; ++m) (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
+    begin_scales(0);
     if (a.zero)
-        load_scales(std::true_type());
+        load_scales(0, std::true_type());
     else
-        load_scales(std::false_type());
+        load_scales(0, std::false_type());
     wait_for_previous_kernel();
 
     unsigned char* const inputs = shared + p.inputs_at;
@@ -517,6 +508,9 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
             if (first > 0) __syncthreads();  // all are done with the activations
             begin_pass(first);
             for (int tile = 0; tile < p.tiles; ++tile) {
+#pragma unroll
+                for (int m = 0; m < kTiles * 2; ++m)
+                    (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
                 for (int chunk = first; chunk < end; ++chunk) {
                     wait_for_copies(p.stages - 2);
                     __syncthreads();  // the stage is here for all, all are done with the one before
@@ -525,13 +519,13 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
                     Scales now[kSteps];
 #pragma unroll
                     for (int s = 0; s < kSteps; ++s) now[s] = soon[s];
-                    if (chunk == first) {
-#pragma unroll
-                        for (int m = 0; m < kTiles * 2; ++m)
-                            (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
+                    int next = chunk + 1;
+                    if (next == end) {
+                        const bool more = tile + 1 < p.tiles;
+                        next = more ? first : end;
+                        begin_scales(more ? tile + 1 : 0);
                     }
-                    if (chunk + 1 == end) begin_scales();
-                    load_scales(zeros);
+                    if (next < p.chunks) load_scales(next, zeros);
 #pragma unroll
                     for (int s = 0; s < kSteps; ++s) {
                         const int step = chunk * Shape::kChunkSteps + s * kParts + part;
