@@ -34,6 +34,7 @@ class _Job:
         self.result: Any = None
         self.error: BaseException | None = None
         self.site: int | None = None  # that it waits for; None: it waits for the next pass
+        self.rests = False  # behind a layer that others are still to use
         self.depth = 0  # forwards inside one another
         self.looked_at: set[tuple[CodeType, int]] = set()  # calls in forwards, in this pass
         self.tables = tables  # while it waits
@@ -74,6 +75,7 @@ class LockStep:
         self._jobs: list[_Job] = []  # those that have begun and not ended
         self._now: _Job | None = None
         self._hub = getcurrent()
+        self._last: int | None = None  # site of the pass before
         self._ending = False
         self._around = self._surroundings()
 
@@ -101,12 +103,28 @@ class LockStep:
         else:
             self._let_go(job)
         job.site = site
+        self._switch_out(job)
+
+    def rest(self, site: int) -> None:
+        """The layer of `site` was used: behind the last one of a pass, let the others use it, too.
+
+        Else its slot would be in use while one job after another chooses its tokens, for which the
+        host waits.
+        """
+        job = self._now
+        if job is None or self._ending or sys.exc_info()[0] is not None:
+            return
+        if site == self._last and len(self._jobs) > 1:
+            job.rests = True
+            self._switch_out(job)
+
+    def _switch_out(self, job: _Job) -> None:
         mine = ThreadSettings()
         try:
             self._hub.switch()
         finally:
             mine.restore()
-            job.site = None
+            job.site, job.rests = None, False
 
     def _let_go(self, job: _Job) -> None:
         """Free what the job's forwards have no more use for, once a pass for each."""
@@ -168,6 +186,9 @@ class LockStep:
             for job in waiting:
                 if job.site == at:
                     self._resume(job, results)
+            for job in [job for job in waiting if job.rests]:
+                self._resume(job, results)
+        self._last = at
 
     def _resume(self, job: _Job, results: list[Any]) -> None:
         """Let a job run until it waits or ends."""
@@ -242,10 +263,10 @@ def run_together(
             raise UnsupportedError("together() within a forward of the same model")
         steps = owner.lockstep = LockStep(owner, model, device, name)
         if owner.stream is not None:
-            owner.stream.before = steps.wait
+            owner.stream.before, owner.stream.after = steps.wait, steps.rest
         try:
             return steps.run(calls, live)
         finally:
             owner.lockstep = None
             if owner.stream is not None:
-                owner.stream.before = None
+                owner.stream.before = owner.stream.after = None

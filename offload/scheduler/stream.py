@@ -83,9 +83,10 @@ class Stream:
         self._site: int | None = None
         self._clock = 0
         self._pid = os.getpid()
-        # Called with a site before it is acquired, unless a slot is in use: passes that run in
-        # lock step wait for each other there.
+        # Called with a site before it is acquired and after it was released, unless a slot is in
+        # use: passes that run in lock step wait for each other there.
         self.before: Callable[[int], None] | None = None
+        self.after: Callable[[int], None] | None = None
         self.trace: Listener | None = None
         self.stats = StreamStats(loads=[0] * (max(sites) + 1 if layers else 0))
 
@@ -104,7 +105,7 @@ class Stream:
                 "pinned memory did "
                 "not come along; call offload.run in the child, or start it with the 'spawn' method"
             )
-        if self.before is not None and not any(slot.users for slot in self._slots):
+        if self.before is not None and not self._in_use():
             self.before(site)
         self._learn(site)
         layer, trace = self._sites[site], self.trace
@@ -149,6 +150,8 @@ class Stream:
             self.trace.computed(self._sites[site])
         if slot.users == 0:
             self._prefetch()
+        if self.after is not None and not self._in_use():
+            self.after(site)
 
     def end_pass(self) -> None:
         """Nobody uses a slot any more, also after an exception in the middle of a pass."""
@@ -162,6 +165,9 @@ class Stream:
         self.end_pass()
         for index in range(len(self._slots)):
             self._forget(index)
+
+    def _in_use(self) -> bool:
+        return any(slot.users for slot in self._slots)
 
     def _learn(self, site: int) -> None:
         before, self._site = self._site, site

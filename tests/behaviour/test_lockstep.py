@@ -77,6 +77,43 @@ def test_tokens_are_those_of_each_alone_and_loads_those_of_the_longest(
             assert model.offload.report().unserved == {}
 
 
+@pytest.mark.parametrize("engine", ["transformers", "fused"])
+def test_the_last_layer_is_used_by_all_before_any_goes_on(
+    variant_folder: Folder, engine: str
+) -> None:
+    """Its slot is free while one after another chooses its token."""
+    order: list[str] = []
+
+    class Chooses(StoppingCriteria):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            order.append(self.name)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    work = requests("llama", [4, 4, 4])
+    for i, request in enumerate(work):
+        request["stopping_criteria"] = [Chooses(f"token {i}")]
+    with offload.run(variant_folder("llama"), device_map="cpu", prefetch=1, engine=engine) as model:
+        stream = model.offload._owner.stream
+        release = stream.release
+
+        def released(site: int) -> None:
+            order.append(f"layer {site}")
+            release(site)
+
+        stream.release = released
+        model.offload.generate(work)
+    layers = [f"layer {site}" for site in range(3) for _ in range(3)]
+    tokens = ["token 0", "token 1", "token 2"]
+    assert order[-12:] == layers + tokens
+    # Which layer is the last is known from the pass before.
+    assert order[:12] == layers[:6] + [
+        x for pair in zip(layers[6:], tokens, strict=True) for x in pair
+    ]
+
+
 @pytest.fixture(scope="module", params=["transformers", "fused"])
 def model(request: pytest.FixtureRequest, variant_folder: Folder) -> Iterator[Any]:
     """Llama with a resident layer between two that are streamed."""
@@ -358,7 +395,8 @@ def test_each_call_has_its_own_settings_of_torch(model: Any) -> None:
 def check_usable(model: Any) -> None:
     """Nothing is held, and the model computes what it should."""
     owner = model.offload._owner
-    assert owner.lockstep is None and owner.depth == 0 and owner.stream.before is None
+    assert owner.lockstep is None and owner.depth == 0
+    assert owner.stream.before is None and owner.stream.after is None
     assert not any(slot.users for slot in owner.stream._slots)
     work = requests("llama", [2, 3])
     want = [model.generate(**request) for request in work]
