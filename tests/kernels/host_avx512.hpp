@@ -8,7 +8,6 @@ typedef float emulated_m512 __attribute__((vector_size(64)));
 typedef long long emulated_m512i __attribute__((vector_size(64)));
 typedef double emulated_m512d __attribute__((vector_size(64)));
 typedef unsigned short emulated_m512bh __attribute__((vector_size(64)));
-typedef unsigned short emulated_m256bh __attribute__((vector_size(32)));
 
 namespace emulated {
 
@@ -180,24 +179,52 @@ inline emulated_m512i cvtps_epi32(emulated_m512 v) {
                                 _mm256_cvtps_epi32(extractf32x8_ps(v, 1)));
 }
 
-inline __m128i cvtepi32_epi8(emulated_m512i v) {
-    const auto lanes = as<Array<uint32_t, 16>>(v);
-    Array<uint8_t, 16> bytes;
-    for (int i = 0; i < 16; i++) bytes.at[i] = uint8_t(lanes.at[i]);
-    return as<__m128i>(bytes);
+// Each 128 bits of the result: those of a, then of b, at the nearest value that there is room for.
+template <class From, class To>
+emulated_m512i pack(emulated_m512i a, emulated_m512i b, From least, From most) {
+    constexpr int count = 16 / sizeof(From);
+    const auto from_a = as<Array<From, 64 / sizeof(From)>>(a);
+    const auto from_b = as<Array<From, 64 / sizeof(From)>>(b);
+    Array<To, 64 / sizeof(To)> result;
+    for (int i = 0; i < 64 / int(sizeof(To)); i++) {
+        const int from = i / (2 * count) * count + i % count;
+        const From x = i / count % 2 == 0 ? from_a.at[from] : from_b.at[from];
+        result.at[i] = To(x < least ? least : x > most ? most : x);
+    }
+    return as<emulated_m512i>(result);
+}
+inline emulated_m512i packs_epi32(emulated_m512i a, emulated_m512i b) {
+    return pack<int32_t, int16_t>(a, b, -32768, 32767);
+}
+inline emulated_m512i packs_epi16(emulated_m512i a, emulated_m512i b) {
+    return pack<int16_t, int8_t>(a, b, -128, 127);
+}
+inline emulated_m512i packus_epi16(emulated_m512i a, emulated_m512i b) {
+    return pack<int16_t, uint8_t>(a, b, 0, 255);
 }
 
-// To nearest, ties to even; subnormal numbers become zero.
-inline emulated_m256bh cvtneps_pbh(emulated_m512 v) {
-    const auto lanes = as<Array<uint32_t, 16>>(v);
-    emulated_m256bh result;
-    for (int i = 0; i < 16; i++) {
-        const uint32_t x = lanes.at[i], size = x & 0x7fffffff;
-        result[i] = static_cast<uint16_t>(size > 0x7f800000   ? x >> 16 | 0x40
-                                          : size < 0x00800000 ? x >> 16 & 0x8000
-                                                              : (x + 0x7fff + (x >> 16 & 1)) >> 16);
-    }
-    return result;
+inline emulated_m512i permutexvar_epi32(emulated_m512i order, emulated_m512i v) {
+    const auto from = as<Array<int32_t, 16>>(order), lanes = as<Array<int32_t, 16>>(v);
+    Array<int32_t, 16> result;
+    for (int i = 0; i < 16; i++) result.at[i] = lanes.at[from.at[i] & 15];
+    return as<emulated_m512i>(result);
+}
+
+inline emulated_m512 set1_ps(float value) { return emulated_m512{} + value; }
+
+inline emulated_m512 max_ps(emulated_m512 a, emulated_m512 b) { return a > b ? a : b; }
+
+inline emulated_m512 roundscale_ps(emulated_m512 v, int) {
+    for (int i = 0; i < 16; i++) v[i] = __builtin_nearbyintf(v[i]);
+    return v;
+}
+
+inline emulated_m512 scalef_ps(emulated_m512 v, emulated_m512 exponents) {
+    for (int i = 0; i < 16; i++)
+        v[i] = exponents[i] == exponents[i]
+                   ? __builtin_scalbnf(v[i], int(__builtin_floorf(exponents[i])))
+                   : exponents[i];
+    return v;
 }
 
 }  // namespace emulated

@@ -94,7 +94,6 @@ def emulated_host_library() -> Path:
     for real, emulated in (
         ("<immintrin.h>", '"host_avx512.hpp"'),
         ("__m512", "emulated_m512"),
-        ("__m256bh", "emulated_m256bh"),
         ("_mm512_", "emulated::"),
         ('__asm__("" : "+v"(v));', ""),
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
+import platform
+import re
 import subprocess
 import sys
 import threading
@@ -246,6 +248,31 @@ def test_dtypes(path: str, query_dtype: torch.dtype, cache_dtype: torch.dtype) -
         check(a, f"{head_dim}, {group}", path=path)
 
 
+@pytest.mark.parametrize("cache_dtype", CACHES)
+@pytest.mark.parametrize("query_dtype", [torch.float16, torch.bfloat16])
+def test_groups(path: str, query_dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Whole vectors, turns of several queries, tiles, and what is left of each."""
+    for group in (1, 4, 11):
+        for head_dim in (64, 192):
+            a = make(
+                lengths=[250, 64, 15],
+                head_dim=head_dim,
+                group=group,
+                query_dtype=query_dtype,
+                cache_dtype=cache_dtype,
+            )
+            check(a, f"{head_dim}, {group}", path=path)
+
+
+def test_queries_of_nothing(path: str) -> None:
+    """All columns have one weight."""
+    for cache_dtype in (torch.bfloat16, torch.int8):
+        for group in (1, 8):
+            a = make(lengths=[40, 1, 0], group=group, cache_dtype=cache_dtype)
+            a["query"].zero_()
+            check(a, path=path)
+
+
 def test_far_positions_with_slopes(path: str) -> None:
     """The bias of a column is near 10,000, and what counts is the difference to the next."""
     a = make(lengths=[20000], starts=[19800], query_dtype=torch.float32, slopes=True, sinks=True)
@@ -299,6 +326,16 @@ def test_appended_rows_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
     for b in range(64):
         wanted = new[b].to(dtype).nan_to_num(99, 77, -77)
         assert torch.equal(a["keys"][b][:, 0].nan_to_num(99, 77, -77), wanted)
+
+
+def test_lines_are_asked_for_ahead() -> None:
+    """A compiler takes a function of nothing but prefetches for one without effect, and its calls
+    away."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("looks for an instruction of x86")
+    code = host_module.FILE.read_bytes()
+    # 0f 18 with 2 in the second operand's place and a base register: prefetcht1
+    assert len(re.findall(rb"\x0f\x18[\x10-\x17\x50-\x57\x90-\x97]", code)) > 50
 
 
 def test_same_bits_whatever_the_threads() -> None:

@@ -25,7 +25,7 @@ using offload_host::Job;
 using offload_host::part_floats;
 
 // Products of the query become weights of the values, tops and totals.
-void weigh(const Job& job, const Item& item, const Work& w) {
+void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
     const OffloadHostAttention& c = job.call;
     const int columns = item.end - item.begin;
     const int64_t padded = (int64_t(columns) + kLanes - 1) / kLanes * kLanes;
@@ -55,6 +55,7 @@ void weigh(const Job& job, const Item& item, const Work& w) {
         const float zero = most == -INFINITY ? 0 : most;
         V total = {};
         for (int64_t t = 0; t < padded; t += kLanes) {
+            if (t % 16 == 0) ahead.pass(w.weights_time);
             V weight = exponential(Simd::load(scores + t) - zero);
             total += weight;
             if (item.value_scales != nullptr)
@@ -67,6 +68,48 @@ void weigh(const Job& job, const Item& item, const Work& w) {
         w.totals()[g] = Simd::sum(total);
     }
 }
+
+#if defined(OFFLOAD_HOST_PAIRS)
+// The same where nothing but a scale stands between products and scores, and queries have sixteen
+// bits: weights to 2^-22 of them.
+void weigh_plainly(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
+    const int columns = item.end - item.begin;
+    V lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = float(i);
+    const auto scale_of = [&](const float* scales, int t) {
+        return t + kLanes <= columns ? Simd::load(scales + t)
+                                     : load_some<F32>(scales + t, columns - t);
+    };
+    for (int g = 0; g < w.group; g++) {
+        float* const scores = w.scores + g * w.padded_columns;
+        const float scale = job.call.scale * w.code_scales[g], to_exponent = scale * 1.44269504f;
+        V top = all(-INFINITY);
+        for (int t = 0; t < columns; t += kLanes) {
+            V score = Simd::load(scores + t);
+            if (item.key_scales != nullptr) {
+                score *= scale_of(item.key_scales, t);
+                store(scores + t, score);
+            }
+            if (t + kLanes > columns) score = lane < float(columns - t) ? score : all(-INFINITY);
+            top = score > top ? score : top;
+        }
+        float most = -INFINITY;
+        for (int i = 0; i < kLanes; i++) most = top[i] > most ? top[i] : most;
+        const float zero = most == -INFINITY ? 0 : most * to_exponent;
+        V total = {};
+        for (int t = 0; t < columns; t += kLanes) {
+            ahead.pass(w.weights_time);
+            V weight = Simd::exp2_of(Simd::load(scores + t) * to_exponent - zero);
+            if (t + kLanes > columns) weight = lane < float(columns - t) ? weight : V{};
+            total += weight;
+            if (item.value_scales != nullptr) weight *= scale_of(item.value_scales, t);
+            store(scores + t, weight);
+        }
+        w.tops()[g] = most * scale;
+        w.totals()[g] = Simd::sum(total);
+    }
+}
+#endif
 
 // The output of the item's queries from all parts of their sequence, in the parts' order.
 void merge(const Job& job, const Item& item, const Work& w, const float* parts) {
@@ -107,29 +150,35 @@ void attend(Job& job, int worker) {
     Work w;
     w.lay_out(job.group, c.head_dim, job.chunk, job.scratch + worker * job.scratch_floats);
     const int64_t row_bytes = int64_t(w.dim) * sizeof(typename Kind::T);
+    w.key_time = row_bytes * Kind::costs.key * Kind::turns(w);
+    w.value_time = row_bytes * Kind::costs.value * Kind::turns(w);
+    w.weights_time = Kind::costs.weights;
 
     Kind::begin();
     Ahead ahead(c);
     Item item, next;
     for (bool any = take(job, &item); any; item = next) {
+        const int columns = item.end - item.begin;
+        const int64_t bytes = columns * row_bytes;
+        ahead.enter(item.keys, item.values, bytes,
+                    columns * (w.key_time + w.value_time) +
+                        w.group * ((columns + 15) / 16) * w.weights_time);
         append(job, item);
         load_queries(job, item, w.queries);
         Kind::prepare(w);
-        const int columns = item.end - item.begin;
-        const int64_t bytes = columns * row_bytes;
-        ahead.enter(item.keys + bytes, item.values);
         Kind::read_keys(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
-        weigh(job, item, w);
+#if defined(OFFLOAD_HOST_PAIRS)
+        if (c.query_dtype != OFFLOAD_HOST_F32 && c.softcap == 0 && c.slopes == nullptr &&
+            c.scale > 0)
+            weigh_plainly(job, item, w, ahead);
+        else
+#endif
+            weigh(job, item, w, ahead);
         Kind::begin_values(w, columns);
         // The next item is taken as late as the lines ahead allow, so that no thread sits on one.
-        const int64_t tail = (ahead.distance() + row_bytes - 1) / row_bytes;
-        const int middle =
-            tail < columns ? int(columns - tail) / Kind::together * Kind::together : 0;
-        ahead.enter(item.values + bytes, nullptr);
-        Kind::read_values(w, reinterpret_cast<Rows>(item.values), 0, middle, ahead);
         any = take(job, &next);
-        ahead.enter(item.values + bytes, any ? next.keys : nullptr);
-        Kind::read_values(w, reinterpret_cast<Rows>(item.values), middle, columns, ahead);
+        if (any) ahead.follow(next.keys, (next.end - next.begin) * row_bytes);
+        Kind::read_values(w, reinterpret_cast<Rows>(item.values), columns, ahead);
         Kind::end_values(w, columns);
         if (item.parts == 1) {
             merge(job, item, w, w.sums);
@@ -154,7 +203,7 @@ void read_only(Job& job, int) {
     const auto read = [&](const char* p, int64_t bytes) {
         const char* const end = p + bytes;
         for (; end - p >= kStep; p += kStep) {
-            ahead.touch(p, kStep);
+            ahead.pass(kStep);
             for (int i = 0; i < 8; i++) {
                 Simd::W words;
                 __builtin_memcpy(&words, p + i * sizeof words, sizeof words);
@@ -170,15 +219,11 @@ void read_only(Job& job, int) {
     Item item, next;
     for (bool any = take(job, &item); any; item = next) {
         const int64_t bytes = (item.end - item.begin) * row_bytes;
-        ahead.enter(item.keys + bytes, item.values);
+        ahead.enter(item.keys, item.values, bytes, 2 * bytes);
         read(item.keys, bytes);
-        const int64_t tail = ahead.distance() < bytes ? ahead.distance() / kStep * kStep : 0;
-        ahead.enter(item.values + bytes, nullptr);
-        read(item.values, (bytes - tail) / kStep * kStep);
         any = take(job, &next);
-        ahead.enter(item.values + bytes, any ? next.keys : nullptr);
-        const int64_t done = (bytes - tail) / kStep * kStep;
-        read(item.values + done, bytes - done);
+        if (any) ahead.follow(next.keys, (next.end - next.begin) * row_bytes);
+        read(item.values, bytes);
     }
     for (int i = 0; i < 8; i++)
         for (unsigned j = 0; j < sizeof(Simd::W) / 8; j++) rest += sums[i][j];

@@ -80,7 +80,7 @@ inline void mix(const Work& w, float* rows, bool back) {
 // registers while rows pass by.
 template <class Cache, int Q, int N>
 OFFLOAD_APART void dots(const Work& w, const typename Cache::T* rows, int count,
-                        const float* queries, int d, V* sums, const Ahead* ahead) {
+                        const float* queries, int d, V* sums, Ahead* ahead) {
     V query[Q][N];
 #pragma GCC unroll 8
     for (int g = 0; g < Q; g++)
@@ -90,7 +90,7 @@ OFFLOAD_APART void dots(const Work& w, const typename Cache::T* rows, int count,
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const auto* const row = rows + int64_t(r) * w.dim + d;
-        if (ahead != nullptr) ahead->touch(row, w.dim * sizeof(*row));
+        if (ahead != nullptr) ahead->pass(w.key_time);
         V block[N], sum[Q];
         load_block<Cache>(row, block);
 #pragma GCC unroll 8
@@ -111,7 +111,7 @@ OFFLOAD_APART void dots(const Work& w, const typename Cache::T* rows, int count,
 // All elements of Q queries, in blocks of N vectors, then of fewer.
 template <class Cache, int Q, int N>
 inline void all_dots(const Work& w, const typename Cache::T* rows, int count, const float* queries,
-                     int d, V* sums, const Ahead* ahead) {
+                     int d, V* sums, Ahead* ahead) {
     for (; d + N * kLanes <= w.dim; d += N * kLanes)
         dots<Cache, Q, N>(w, rows, count, queries, d, sums, d == 0 ? ahead : nullptr);
     if constexpr (N > 1) {
@@ -130,7 +130,7 @@ inline void all_dots(const Work& w, const typename Cache::T* rows, int count, co
 // sums[g] += weight[g][t] * row t, over Q queries and N vectors from element d on.
 template <class Cache, int Q, int N>
 OFFLOAD_APART void add_rows(const Work& w, const typename Cache::T* rows, int count,
-                            const float* weights, float* sums, int d, const Ahead* ahead) {
+                            const float* weights, float* sums, int d, Ahead* ahead) {
     V sum[Q][N];
 #pragma GCC unroll 8
     for (int g = 0; g < Q; g++)
@@ -139,7 +139,7 @@ OFFLOAD_APART void add_rows(const Work& w, const typename Cache::T* rows, int co
             sum[g][i] = Simd::load(sums + int64_t(g) * w.padded_dim + d + i * kLanes);
     for (int t = 0; t < count; t++) {
         const auto* const row = rows + int64_t(t) * w.dim + d;
-        if (ahead != nullptr && d == 0) ahead->touch(row, w.dim * sizeof(*row));
+        if (ahead != nullptr && d == 0) ahead->pass(w.value_time);
         V value[N];
         load_block<Cache>(row, value);
 #pragma GCC unroll 8
@@ -159,7 +159,7 @@ OFFLOAD_APART void add_rows(const Work& w, const typename Cache::T* rows, int co
 // All elements of Q queries, in blocks of N vectors, then of fewer.
 template <class Cache, int Q, int N>
 inline void add_all(const Work& w, const typename Cache::T* rows, int count, const float* weights,
-                    float* sums, int d, const Ahead* ahead) {
+                    float* sums, int d, Ahead* ahead) {
     for (; d + N * kLanes <= w.dim; d += N * kLanes)
         add_rows<Cache, Q, N>(w, rows, count, weights, sums, d, ahead);
     if constexpr (N > 1) {
@@ -178,7 +178,7 @@ inline void add_all(const Work& w, const typename Cache::T* rows, int count, con
 // Scores of `count` rows, kRows at most, and all queries from g on, Q at a time, then fewer.
 template <class Kind, int Q>
 inline void score_rows(const Work& w, const typename Kind::T* rows, int count, int g, float* scores,
-                       const Ahead& ahead) {
+                       Ahead& ahead) {
     V* const sums = reinterpret_cast<V*>(w.tiles);
     for (; g + Q <= w.group; g += Q) {
         Kind::template dots_of<Q>(w, rows, count, g, sums, g == 0 ? &ahead : nullptr);
@@ -190,8 +190,7 @@ inline void score_rows(const Work& w, const typename Kind::T* rows, int count, i
 
 // The scores of `columns` keys, and anything up to the next multiple of kRows.
 template <class Kind>
-inline void score_keys(const Work& w, const typename Kind::T* keys, int columns,
-                       const Ahead& ahead) {
+inline void score_keys(const Work& w, const typename Kind::T* keys, int columns, Ahead& ahead) {
     for (int t = 0; t < columns; t += kRows) {
         const int count = columns - t < kRows ? columns - t : kRows;
         score_rows<Kind, kQueries>(w, keys + int64_t(t) * w.dim, count, 0, w.scores + t, ahead);
@@ -202,7 +201,9 @@ inline void score_keys(const Work& w, const typename Kind::T* keys, int columns,
 template <class Cache>
 struct Floats {
     typedef typename Cache::T T;
-    static constexpr int together = 1;  // columns whose values are added at once
+    static constexpr Costs costs = {4, 5, 1200};
+
+    static int turns(const Work& w) { return w.group; }  // that the costs are for one of
 
     static void begin() {}
     static void end() {}
@@ -210,26 +211,24 @@ struct Floats {
         for (int g = 0; g < w.group; g++) w.code_scales[g] = 1;
         if (Cache::mixed) mix(w, w.queries, false);
     }
-    static void read_keys(const Work& w, const T* keys, int columns, const Ahead& ahead) {
+    static void read_keys(const Work& w, const T* keys, int columns, Ahead& ahead) {
         score_keys<Floats>(w, keys, columns, ahead);
     }
     static void begin_values(const Work& w, int) {
         __builtin_memset(w.sums, 0, size_t(w.group) * w.padded_dim * sizeof(float));
     }
-    // Of columns [from, to).
-    static void read_values(const Work& w, const T* values, int from, int to, const Ahead& ahead) {
-        const int most = w.group == 1 ? to - from : kTile;
-        for (int t = from; t < to; t += most)
+    static void read_values(const Work& w, const T* values, int columns, Ahead& ahead) {
+        const int most = w.group == 1 ? columns : kTile;
+        for (int t = 0; t < columns; t += most)
             values_in_turns<kQueries>(w, values + int64_t(t) * w.dim, t,
-                                      to - t < most ? to - t : most, 0, ahead);
+                                      columns - t < most ? columns - t : most, 0, ahead);
     }
     static void end_values(const Work& w, int) {
         if (Cache::mixed) mix(w, w.sums, true);
     }
 
     template <int Q>
-    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums,
-                        const Ahead* ahead) {
+    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead* ahead) {
         constexpr int N = Q == 1 ? 8 : kSums / Q;
         all_dots<Cache, Q, N>(w, rows, count, w.queries + int64_t(g) * w.padded_dim, 0, sums,
                               ahead);
@@ -238,7 +237,7 @@ struct Floats {
   private:
     template <int Q>
     static void values_in_turns(const Work& w, const T* rows, int t, int count, int g,
-                                const Ahead& ahead) {
+                                Ahead& ahead) {
         constexpr int N = Q == 1 ? 8 : kSums / Q;
         for (; g + Q <= w.group; g += Q)
             add_all<Cache, Q, N>(w, rows, count, w.scores + g * w.padded_columns + t,

@@ -20,7 +20,7 @@ inline float encode(const float* from, int count, int8_t* to, int64_t apart) {
     for (int i = 0; i < kLanes; i++) lane[i] = float(i);
     const auto load = [&](int d) {
         const V x = Simd::load(from + d);
-        return lane < float(count - d) ? x : V{};
+        return d + kLanes <= count ? x : lane < float(count - d) ? x : V{};
     };
     for (int d = 0; d < count; d += kLanes) {
         const V x = load(d), size = x < 0.0f ? -x : x;
@@ -30,21 +30,27 @@ inline float encode(const float* from, int count, int8_t* to, int64_t apart) {
     float most = 0;
     for (int i = 0; i < kLanes; i++) most = largest[i] > most ? largest[i] : most;
     const float factor = most > 0 ? kMostCode / most : 0;
-    int d = 0;
-    for (; d < count; d += kLanes) Simd::store_codes(load(d) * factor, to + d, to + apart + d);
-    for (; d % kWide != 0; d += kLanes) Simd::store_codes(V{}, to + d, to + apart + d);
-    return most / kMostCode + Simd::sum(broken);
+    for (int d = 0; d < count; d += kWide) {
+        V some[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            some[i] = d + i * kLanes < count ? load(d + i * kLanes) * factor : V{};
+        Simd::store_codes(some, to + d, to + apart + d);
+    }
+    return (most > 0 ? most / kMostCode : 1) + Simd::sum(broken);
 }
 
 // sums[g][r] (+)= q_g . row r over N vectors from element d on, the last of `some` elements, lane
 // by lane.
 template <int Q, int N>
 OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, int g, int d,
-                                 int some, V* sums, const Ahead* ahead);
+                                 int some, V* sums, Ahead* ahead);
 
 struct Integers {
     typedef int8_t T;
-    static constexpr int together = 4;
+    static constexpr Costs costs = {5, 6, 1600};
+
+    static int turns(const Work& w) { return w.group; }
 
     static void begin() {}
     static void end() {}
@@ -69,7 +75,7 @@ struct Integers {
             w.code_scales[g] = encode(w.queries + int64_t(g) * w.padded_dim, w.dim, codes_of(w, g),
                                       offload_host::kBlock * int64_t(w.wide_dim));
     }
-    static void read_keys(const Work& w, const T* keys, int columns, const Ahead& ahead) {
+    static void read_keys(const Work& w, const T* keys, int columns, Ahead& ahead) {
         score_keys<Integers>(w, keys, columns, ahead);
     }
     static void begin_values(const Work& w, int columns) {
@@ -81,11 +87,11 @@ struct Integers {
             __builtin_memset(raw + offload_host::kBlock * w.wide_dim, 0, size_t(w.wide_dim) * 4);
         }
     }
-    static void read_values(const Work& w, const T* values, int from, int to, const Ahead& ahead) {
-        const int most = w.group == 1 ? to - from : 2 * kTile;
-        for (int t = from; t < to; t += most)
-            add_in_turns<2>(w, values + int64_t(t) * w.dim, t, to - t < most ? to - t : most, 0,
-                            ahead);
+    static void read_values(const Work& w, const T* values, int columns, Ahead& ahead) {
+        const int most = w.group == 1 ? columns : 2 * kTile;
+        for (int t = 0; t < columns; t += most)
+            add_in_turns<2>(w, values + int64_t(t) * w.dim, t,
+                            columns - t < most ? columns - t : most, 0, ahead);
     }
     static void end_values(const Work& w, int columns) {
         for (int g = 0; g < w.group; g++) {
@@ -98,8 +104,7 @@ struct Integers {
     }
 
     template <int Q>
-    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums,
-                        const Ahead* ahead) {
+    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead* ahead) {
         int d = 0;
         for (; d + 2 * kWide <= w.dim; d += 2 * kWide, ahead = nullptr)
             dots_of_bytes<Q, 2>(w, rows, count, g, d, kWide, sums, ahead);
@@ -134,13 +139,12 @@ struct Integers {
     }
 
     template <int Q>
-    static void add_in_turns(const Work& w, const T* rows, int t, int count, int g,
-                             const Ahead& ahead);
+    static void add_in_turns(const Work& w, const T* rows, int t, int count, int g, Ahead& ahead);
 };
 
 template <int Q, int N>
 OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, int g, int d,
-                                 int some, V* sums, const Ahead* ahead) {
+                                 int some, V* sums, Ahead* ahead) {
     const Simd::P offset = Simd::all_bytes(128);
     const auto load = [&](const int8_t* p, int i) {
         p += i * kWide;
@@ -164,7 +168,7 @@ OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, i
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const int8_t* const row = rows + int64_t(r) * w.dim + d;
-        if (ahead != nullptr) ahead->touch(row, w.dim);
+        if (ahead != nullptr) ahead->pass(w.key_time);
         I highs[Q] = {}, lows[Q];
 #pragma GCC unroll 8
         for (int q = 0; q < Q; q++) lows[q] = begin[q];
@@ -189,7 +193,7 @@ OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, i
 // `some` elements; four rows at a time.
 template <int Q, int N>
 OFFLOAD_APART void add_bytes(const Work& w, const int8_t* rows, int t, int count, int g, int d,
-                             int some, const Ahead* ahead) {
+                             int some, Ahead* ahead) {
     const Simd::P offset = Simd::all_bytes(128);
     const int64_t raw_apart = offload_host::kBlock * int64_t(w.wide_dim);
     const int64_t weights_apart = offload_host::kBlock * w.padded_columns;
@@ -207,7 +211,7 @@ OFFLOAD_APART void add_bytes(const Work& w, const int8_t* rows, int t, int count
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             row[i] = rows + int64_t(r + i < count ? r + i : count - 1) * w.dim + d;
-            if (ahead != nullptr) ahead->touch(row[i], w.dim);
+            if (ahead != nullptr) ahead->pass(w.value_time);
         }
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
@@ -244,10 +248,10 @@ OFFLOAD_APART void add_bytes(const Work& w, const int8_t* rows, int t, int count
 
 template <int Q>
 inline void Integers::add_in_turns(const Work& w, const T* rows, int t, int count, int g,
-                                   const Ahead& ahead) {
+                                   Ahead& ahead) {
     constexpr int N = 2 / Q;
     for (; g + Q <= w.group; g += Q) {
-        const Ahead* some = g == 0 ? &ahead : nullptr;
+        Ahead* some = g == 0 ? &ahead : nullptr;
         int d = 0;
         if constexpr (N > 1)
             for (; d + N * kWide <= w.dim; d += N * kWide, some = nullptr)

@@ -7,8 +7,7 @@ namespace {
 // As `dots`, over N vectors of pairs; the last has `some` elements.
 template <int Q, int N>
 OFFLOAD_APART void dots_of_pairs(const Work& w, const uint16_t* rows, int count,
-                                 const uint16_t* queries, int d, int some, V* sums,
-                                 const Ahead* ahead) {
+                                 const uint16_t* queries, int d, int some, V* sums, Ahead* ahead) {
     const auto load = [&](const uint16_t* p, int i) {
         p += i * 2 * kLanes;
         return N > 1 ? Simd::load_pairs(p) : Simd::load_pairs(p, some);
@@ -21,7 +20,7 @@ OFFLOAD_APART void dots_of_pairs(const Work& w, const uint16_t* rows, int count,
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const uint16_t* const row = rows + int64_t(r) * w.dim + d;
-        if (ahead != nullptr) ahead->touch(row, w.dim * sizeof(*row));
+        if (ahead != nullptr) ahead->pass(w.key_time);
         V sum[Q];
 #pragma GCC unroll 8
         for (int g = 0; g < Q; g++) sum[g] = d == 0 ? V{} : sums[g * kRows + r];
@@ -47,12 +46,11 @@ struct Pairs : Floats<BF16> {
             }
         }
     }
-    static void read_keys(const Work& w, const T* keys, int columns, const Ahead& ahead) {
+    static void read_keys(const Work& w, const T* keys, int columns, Ahead& ahead) {
         score_keys<Pairs>(w, keys, columns, ahead);
     }
     template <int Q>
-    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums,
-                        const Ahead* ahead) {
+    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead* ahead) {
         const uint16_t* const queries = w.codes + int64_t(g) * w.wide_dim;
         constexpr int kStep = 2 * kLanes;
         int d = 0;

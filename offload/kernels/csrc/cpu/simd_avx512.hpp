@@ -53,6 +53,11 @@ struct Simd {
     static P flip(P bytes, P bits) { return _mm512_xor_si512(bytes, bits); }
     // sums[i] += the four products of a[4i] to a[4i + 3], without a sign, and those of b.
     static I add_fours(I sums, P a, P b) { return (I)_mm512_dpbusd_epi32((__m512i)sums, a, b); }
+    typedef int16_t Shorts __attribute__((vector_size(64)));
+    static Shorts shorts(V a, V b) {  // the nearest integers, four of each in turn
+        return (Shorts)_mm512_packs_epi32(_mm512_cvtps_epi32((__m512)a),
+                                          _mm512_cvtps_epi32((__m512)b));
+    }
     static V to_float(I v) { return (V)_mm512_cvtepi32_ps((__m512i)v); }
     // Four rows of bytes, column by column: word 4 l + i of rows[j] is column 16 l + 4 j + i.
     static void interleave(P (&rows)[4]) {
@@ -68,15 +73,6 @@ struct Simd {
     // Of each 128 bits of two rows of sixteen-bit elements, the first or the last four and four.
     static P low_halves(P a, P b) { return _mm512_unpacklo_epi16(a, b); }
     static P high_halves(P a, P b) { return _mm512_unpackhi_epi16(a, b); }
-    // As two bf16: the nearest, and what is left.
-    static void store_pieces(V v, char* high, char* low) {
-        const __m256bh top = _mm512_cvtneps_pbh((__m512)v);
-        __builtin_memcpy(high, &top, sizeof top);
-        uint16_t halves[lanes];
-        __builtin_memcpy(halves, &top, sizeof top);
-        const __m256bh rest = _mm512_cvtneps_pbh((__m512)(v - load_bf16(halves)));
-        __builtin_memcpy(low, &rest, sizeof rest);
-    }
     static void transpose(V (&rows)[16]) {
         V pairs[16];
 #pragma GCC unroll 8
@@ -106,13 +102,36 @@ struct Simd {
             rows[12 + c] = (V)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
         }
     }
-    // The nearest integers as 256 * high + low.
-    static void store_codes(V v, int8_t* high, int8_t* low) {
-        const I code = (I)_mm512_cvtps_epi32((__m512)v), top = (code + 128) >> 8;
-        const __m128i tops = _mm512_cvtepi32_epi8((__m512i)top);
-        const __m128i rests = _mm512_cvtepi32_epi8((__m512i)(code - (top << 8)));
-        __builtin_memcpy(high, &tops, sizeof tops);
-        __builtin_memcpy(low, &rests, sizeof rests);
+    // 2^x to about 2^-22 of it, zero below -150; NaN stays NaN. The polynomial is 2^x on [-1/2,
+    // 1/2] at Chebyshev's points.
+    static V exp2_of(V x) {
+        const __m512 inside = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);
+        const V n = (V)_mm512_roundscale_ps(inside, 0), r = (V)inside - n;
+        V y = r * 1.339086336e-03f + 9.676031918e-03f;
+        y = y * r + 5.550357114e-02f;
+        y = y * r + 2.402210749e-01f;
+        y = y * r + 6.931471880e-01f;
+        y = y * r + 1.000000075e+00f;
+        return (V)_mm512_scalef_ps((__m512)y, (__m512)n);
+    }
+    // The nearest integers, of 16 bits, as 256 * high + low.
+    static void store_codes(const V (&v)[4], int8_t* high, int8_t* low) {
+        const Shorts ab = shorts(v[0], v[1]), cd = shorts(v[2], v[3]);
+        const __m512i highs =
+            _mm512_packs_epi16((__m512i)((ab + 128) >> 8), (__m512i)((cd + 128) >> 8));
+        const __m512i lows = _mm512_packus_epi16((__m512i)(ab & 255), (__m512i)(cd & 255));
+        // Quarters have four of each vector: word 4 l + i of them is word 4 i + l.
+        const I order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+        store_bytes(reinterpret_cast<char*>(high), _mm512_permutexvar_epi32((__m512i)order, highs));
+        store_bytes(reinterpret_cast<char*>(low), _mm512_permutexvar_epi32((__m512i)order, lows));
+    }
+    // As two bf16, what is cut off the first and then of that: word i has those of a[i] and b[i].
+    static void store_pieces(V a, V b, char* high, char* low) {
+        const I mask = I{} + int32_t(0xffff0000);
+        const I a_top = (I)a & mask, b_top = (I)b & mask;
+        const I a_rest = (I)(a - (V)a_top), b_rest = (I)(b - (V)b_top);
+        store_bytes(high, (P)((a_top >> 16 & 0xffff) | b_top));
+        store_bytes(low, (P)((a_rest >> 16 & 0xffff) | (b_rest & mask)));
     }
 #endif
     static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register

@@ -5,6 +5,7 @@
 // and eight low ones, and the cache's rows are made columns: two of bf16 or four of int8 next to
 // each other, by shuffles on the way through L1.
 #pragma once
+#include "convert.hpp"
 #include "integers.hpp"
 
 namespace {
@@ -34,9 +35,14 @@ struct WholeTiles {  // of int8, with codes of 16 bits
     typedef int8_t T;
     typedef I Sums;
     static constexpr int columns = 64;  // of a tile of weights
+    static constexpr Costs costs = {5, 6, 1600};
     static float encode(const float* from, int count, char* to, int64_t apart) {
         return ::encode(from, count, reinterpret_cast<int8_t*>(to), apart);
     }
+    static float encode_query(const float* from, int count, char* to, int64_t apart) {
+        return encode(from, count, to, apart);
+    }
+    static int row_of(int k, int i) { return 4 * k + i; }  // that is byte i of word k
     static V scores(I high, I low) { return Simd::to_float((high << 8) + low); }
     static float sum(int32_t high, int32_t low) { return 256.0f * float(high) + float(low); }
     // Where of 64 sums that of element `d` is.
@@ -57,15 +63,28 @@ struct HalfTiles {  // of bf16, with pieces of bf16
     typedef uint16_t T;
     typedef V Sums;
     static constexpr int columns = 32;
+    static constexpr Costs costs = {5, 6, 1200};
     static float encode(const float* from, int count, char* to, int64_t apart) {
         V lane;
         for (int i = 0; i < kLanes; i++) lane[i] = float(i);
-        for (int d = 0; d < count || d % columns != 0; d += kLanes) {
-            const V x = d < count ? Simd::load(from + d) : V{};
-            Simd::store_pieces(lane < float(count - d) ? x : V{}, to + 2 * d, to + apart + 2 * d);
+        const auto load = [&](int d) {
+            if (d + kLanes <= count) return Simd::load(from + d);
+            return d >= count ? V{} : lane < float(count - d) ? Simd::load(from + d) : V{};
+        };
+        for (int d = 0; d < count; d += columns)
+            Simd::store_pieces(load(d), load(d + kLanes), to + 2 * d, to + apart + 2 * d);
+        return 1;
+    }
+    static float encode_query(const float* from, int count, char* to, int64_t apart) {
+        for (int d = 0; d < count; d++) {
+            const uint16_t high = bf16_of_float(from[d]);
+            const uint16_t low = bf16_of_float(from[d] - float_of_bf16(high));
+            __builtin_memcpy(to + 2 * d, &high, 2);
+            __builtin_memcpy(to + apart + 2 * d, &low, 2);
         }
         return 1;
     }
+    static int row_of(int k, int i) { return k + 16 * i; }  // that is half i of word k
     static V scores(V high, V low) { return high + low; }
     static float sum(float high, float low) { return high + low; }
     static int place(int d) { return d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4; }
@@ -88,7 +107,10 @@ struct Tiles {
     static constexpr int kBytes = sizeof(T);
     static constexpr int kColumns = Form::columns;  // of a tile of weights
     static constexpr int kRowsOfOne = 4 / kBytes;   // of the cache, in a tile's row
-    static constexpr int together = 4 * kColumns;
+    static constexpr int kTogether = 4 * kColumns;  // columns that are made tiles at once
+    static constexpr Costs costs = Form::costs;
+
+    static int turns(const Work& w) { return blocks(w); }
 
     static void begin() { configure_tiles(); }
     static void end() { _tile_release(); }
@@ -101,8 +123,8 @@ struct Tiles {
         const int64_t row_bytes = int64_t(w.wide_dim) * kBytes;
         char* const rows = reinterpret_cast<char*>(w.raw);
         for (int g = 0; g < w.group; g++)
-            w.code_scales[g] = Form::encode(w.queries + int64_t(g) * w.padded_dim, w.dim,
-                                            rows + row_of(g) * row_bytes, kBlock * row_bytes);
+            w.code_scales[g] = Form::encode_query(w.queries + int64_t(g) * w.padded_dim, w.dim,
+                                                  rows + row_of(g) * row_bytes, kBlock * row_bytes);
         const int64_t words = row_bytes / 4;
         for (int b = 0; b < blocks(w); b++) {
             const uint32_t* const from = reinterpret_cast<uint32_t*>(rows + b * 16 * row_bytes);
@@ -112,7 +134,7 @@ struct Tiles {
         }
     }
 
-    static void read_keys(const Work& w, const T* keys, int columns, const Ahead& ahead) {
+    static void read_keys(const Work& w, const T* keys, int columns, Ahead& ahead) {
         const char* const rows = reinterpret_cast<const char*>(keys);
         const int64_t row_bytes = int64_t(w.dim) * kBytes;
         int t = 0;
@@ -141,11 +163,11 @@ struct Tiles {
         __builtin_memset(w.raw, 0, size_t(blocks(w)) * kBlockRows * w.wide_dim * 4);
     }
 
-    static void read_values(const Work& w, const T* values, int from, int to, const Ahead& ahead) {
-        for (int t = from; t < to; t += together)
+    static void read_values(const Work& w, const T* values, int columns, Ahead& ahead) {
+        for (int t = 0; t < columns; t += kTogether)
             for (int d = 0; d < w.dim; d += kChunkDims)
                 add_values(w, values + int64_t(t) * w.dim + d, t,
-                           to - t < together ? to - t : together, d, ahead);
+                           columns - t < kTogether ? columns - t : kTogether, d, ahead);
     }
 
     static void end_values(const Work& w, int) {
@@ -166,16 +188,11 @@ struct Tiles {
     // Scores of 16 N keys.
     template <int N>
     OFFLOAD_APART static void keys_of(const Work& w, const char* rows, int64_t row_bytes, int t,
-                                      const Ahead& ahead) {
+                                      Ahead& ahead) {
         const int64_t next = 16 * row_bytes;  // tile
         for (int b = 0; b < blocks(w); b++) {
             const char* queries = reinterpret_cast<char*>(w.codes) + b * 16 * row_bytes;
-            const char* touched = b == 0 ? rows : nullptr;
-            const auto touch = [&] {
-                if (touched == nullptr) return;
-                ahead.touch(touched, kTileBytes);
-                touched += kTileBytes;
-            };
+            const int64_t time = w.key_time * 16 * kTileRow / row_bytes / blocks(w);
             _tile_zero(0);
             if constexpr (N == 4) {
                 _tile_zero(1);
@@ -185,26 +202,26 @@ struct Tiles {
             for (int64_t d = 0; d < row_bytes; d += kTileRow, queries += kTileBytes) {
                 const char* const at = rows + d;
                 _tile_loadd(4, queries, kTileRow);
-                touch();
+                ahead.pass(time);
                 _tile_loadd(5, at, row_bytes);
                 if constexpr (kBytes == 1)
                     _tile_dpbssd(0, 5, 4);
                 else
                     _tile_dpbf16ps(0, 5, 4);
                 if constexpr (N == 4) {
-                    touch();
+                    ahead.pass(time);
                     _tile_loadd(6, at + next, row_bytes);
                     if constexpr (kBytes == 1)
                         _tile_dpbssd(1, 6, 4);
                     else
                         _tile_dpbf16ps(1, 6, 4);
-                    touch();
+                    ahead.pass(time);
                     _tile_loadd(7, at + 2 * next, row_bytes);
                     if constexpr (kBytes == 1)
                         _tile_dpbssd(2, 7, 4);
                     else
                         _tile_dpbf16ps(2, 7, 4);
-                    touch();
+                    ahead.pass(time);
                     _tile_loadd(5, at + 3 * next, row_bytes);
                     if constexpr (kBytes == 1)
                         _tile_dpbssd(3, 5, 4);
@@ -241,18 +258,19 @@ struct Tiles {
 
     // Of `count` columns from t on, elements d to d + kChunkDims: tiles of them, then products.
     OFFLOAD_APART static void add_values(const Work& w, const T* values, int t, int count, int d,
-                                         const Ahead& ahead) {
+                                         Ahead& ahead) {
+        const int64_t time = w.value_time * kChunkDims / w.dim;
         for (int r = 0; r < count; r += kColumns) {
             char* const to = w.tiles + r / kColumns * 4 * kTileBytes;
             for (int k = 0; k < 16; k++) {
                 const char* rows[kRowsOfOne];
 #pragma GCC unroll 4
                 for (int i = 0; i < kRowsOfOne; i++) {
-                    const int row = r + k * kRowsOfOne + i;
+                    const int row = r + Form::row_of(k, i);
                     rows[i] = kZeroRow;
                     if (row < count) {
                         rows[i] = reinterpret_cast<const char*>(values + int64_t(row) * w.dim);
-                        ahead.touch(rows[i], kChunkDims * kBytes);
+                        ahead.pass(time);
                     }
                 }
                 Form::interleave(rows, to + k * kTileRow);

@@ -14,6 +14,7 @@ constexpr int64_t kTileBytes = 1024;
 struct Work {
     int group, dim, padded_dim, wide_dim;
     int64_t padded_columns;
+    int64_t key_time, value_time, weights_time;  // of a row, of sixteen scores (see Costs)
 
     float* queries;      // [group, padded_dim]
     float* code_scales;  // [group]: what the products give, times this, is a score (then: a sum)
