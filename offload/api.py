@@ -263,9 +263,9 @@ def _host_kv(
         return None
     # One size for all layers, so that any layer's next cache finds a block.
     widths = [layer.layout.kv_heads * layer.layout.head_dim for layer in spec.layers]
-    block = kv_cpu_bytes * max(widths) // sum(widths)
+    row = kv_cpu_bytes * max(widths) // (sum(widths) * config.kv_on_cpu)
     lock: Literal["auto", False] = "auto" if config.compute.type == "cuda" else False
-    return HostKv(config.gpu_sequences, block, row_copies(device), lock)
+    return HostKv(config.gpu_sequences, row, row_copies(device), lock)
 
 
 def _pack_home(config: OffloadConfig) -> Path:

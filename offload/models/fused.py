@@ -168,6 +168,11 @@ class FusedEngine(NotCopied):
             )
         if self.graph_problem is not None:
             found.append(self.graph_problem)
+        if self.host_kv is not None and self.host_kv.pageable:
+            found.append(
+                f"keys and values in CPU memory could not be pinned ({self.host_kv.pageable}); "
+                "prompts wait for their copies"
+            )
         if self.cpu_work.steps:
             found.append(str(self.cpu_work))
         return found

@@ -16,41 +16,55 @@ from offload.sizes import format_size
 
 
 class HostKv:
-    """The first `gpu_sequences` of every batch keep keys and values on the compute device, the
-    others in CPU memory.
+    """Of all sequences in caches, `gpu_sequences` keep keys and values on the compute device: the
+    first ones of each batch, as far as there is room. The others keep theirs in CPU memory.
 
-    That comes in blocks, one for a layer of a cache, of `block_bytes` at least, so that a cache
-    after another finds the same ones again: pinning takes longer than a pass over the weights.
+    That comes in blocks, one for a layer of a cache, of `row_bytes` a sequence at least, so that a
+    cache after another finds the same ones again: pinning takes longer than a pass over the
+    weights.
     """
 
     def __init__(
         self,
         gpu_sequences: int,
-        block_bytes: int,
+        row_bytes: int,
         copies: RowCopies,
         lock: Literal["auto", False],
     ) -> None:
         self.gpu_sequences = gpu_sequences
         self.copies = copies
-        self._block_bytes = block_bytes
+        self.pageable = ""  # why a block could not be pinned, if so
+        self._row_bytes = row_bytes
         self._lock = lock
         self._free: list[aio.AlignedBuffer] = []
+        self._shares: weakref.WeakSet[GpuShare] = weakref.WeakSet()
         self._closed = False
 
-    def below(self, batch: int) -> int:
-        """How many of so many sequences keep theirs in CPU memory."""
-        return max(0, batch - self.gpu_sequences)
+    def share(self, batch: int) -> GpuShare:
+        """Room on the compute device for a cache's first sequences, for as long as it is held."""
+        room = self._room()
+        if room < batch and self._shares:
+            gc.collect()  # a cache that nobody has may not be known to be so
+            room = self._room()
+        share = GpuShare(batch, min(batch, max(0, room)))
+        self._shares.add(share)
+        return share
 
-    def borrow(self, nbytes: int) -> HostBlock:
-        """A block of at least so many bytes, with any content. Raises BudgetError, MemoryError."""
+    def _room(self) -> int:
+        return self.gpu_sequences - sum(share.rows for share in self._shares)
+
+    def borrow(self, nbytes: int, rows: int) -> HostBlock:
+        """A block of so many bytes, for so many sequences, with any content. Raises BudgetError,
+        MemoryError.
+        """
         buffer = self._find(nbytes)
         if buffer is None:
-            gc.collect()  # a cache that nobody has may not be known to be so
+            gc.collect()
             buffer = self._find(nbytes)
         if buffer is None:
             while self._free:  # too small, all of them
                 self._free.pop().close()
-            buffer = self._new(max(nbytes, self._block_bytes))
+            buffer = self._new(max(nbytes, rows * self._row_bytes))
         return HostBlock(self, buffer)
 
     def take_back(self, buffer: aio.AlignedBuffer) -> None:
@@ -67,17 +81,14 @@ class HostKv:
         while self._free:
             self._free.pop().close()
 
-    @property
-    def pageable_reason(self) -> str:
-        """Why a block that is free now could not be pinned, if so."""
-        loose = [b for b in list(self._free) if not b.registered]
-        return loose[0].lock_reason if self._lock and loose else ""
-
     def _find(self, nbytes: int) -> aio.AlignedBuffer | None:
-        for i, buffer in enumerate(self._free):
-            if buffer.nbytes >= nbytes:
-                return self._free.pop(i)
-        return None
+        """The smallest that is large enough."""
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda buffer: buffer.nbytes)
+        self._free.remove(found)
+        return found
 
     def _new(self, nbytes: int) -> aio.AlignedBuffer:
         free = host_memory_available()
@@ -86,7 +97,17 @@ class HostKv:
                 f"keys and values of one layer need {format_size(nbytes)} of CPU memory and "
                 f"{format_size(free)} are free: lower kv_on_cpu, batch_size or the length"
             )
-        return aio.alloc(nbytes, lock=self._lock)
+        buffer = aio.alloc(nbytes, lock=self._lock)
+        if self._lock and not buffer.registered:
+            self.pageable = buffer.lock_reason
+        return buffer
+
+
+class GpuShare:
+    """So many rows of a batch, the first ones, are on the compute device."""
+
+    def __init__(self, batch: int, rows: int) -> None:
+        self.batch, self.rows = batch, rows
 
 
 class HostBlock:

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from offload.models.host_kv import HostBlock, HostKv
+from offload.models.host_kv import GpuShare, HostBlock, HostKv
 from offload.models.spec import ModelSpec
 
 MAX_AHEAD = 4096  # columns allocated before they are needed, where the final length is known
@@ -42,14 +42,20 @@ class KvCommon:
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
     host: HostKv | None = None  # where the last rows' keys and values go; None: no row's
     arriving: Any = None  # the point at which all of them that were issued are there
+    share: GpuShare | None = None  # the rows whose place is not there
 
     def __deepcopy__(self, memo: Any) -> KvCommon:
         self.settle()
         return KvCommon(self.max_length, host=self.host)  # a copy's buffers lie elsewhere
 
     def below(self, batch: int) -> int:
-        """How many of so many rows are in CPU memory: the last ones."""
-        return 0 if self.host is None else self.host.below(batch)
+        """How many of so many rows, the last ones, go to CPU memory when all are placed anew."""
+        if self.host is None:
+            return 0
+        if self.share is None or self.share.batch != batch:
+            self.share = None  # given back first
+            self.share = self.host.share(batch)
+        return batch - self.share.rows
 
     def settle(self) -> None:
         """Return when the host may read what is in CPU memory."""
@@ -136,7 +142,8 @@ class KvLayer(CacheLayerMixin):
         old = self._buffers()
         self.common.settle()
         block = self._block  # for as long as it is read
-        self._allocate((batch, heads, columns + ahead, width), like)
+        below = self.common.below(batch) if old[0] is None else self.rows_on_cpu
+        self._allocate((batch, heads, columns + ahead, width), below, like)
         for before, now in zip(old, self._buffers(), strict=True):
             if before is not None and now is not None:
                 now[:, :, : self.length] = before[:, :, : self.length]
@@ -145,10 +152,11 @@ class KvLayer(CacheLayerMixin):
     def _buffers(self) -> tuple[torch.Tensor | None, ...]:
         return self.key_buffer, self.value_buffer, self.host_keys, self.host_values
 
-    def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> None:
-        """New buffers for [batch, heads, columns, width], with any content."""
+    def _allocate(self, shape: tuple[int, ...], below: int, like: torch.Tensor) -> None:
+        """New buffers for [batch, heads, columns, width], with any content; the last `below` rows
+        in CPU memory.
+        """
         self.common.session = None  # its calls would keep the old buffers alive
-        below = self.common.below(shape[0])
         with torch.inference_mode(False):
             above = (shape[0] - below, *shape[1:])
             self.key_buffer = torch.empty(above, dtype=like.dtype, device=like.device)
@@ -156,9 +164,8 @@ class KvLayer(CacheLayerMixin):
             self._block = self.host_keys = self.host_values = None
             if below and self.common.host is not None:
                 part = (below, *shape[1:])
-                self._block = self.common.host.borrow(
-                    2 * torch.Size(part).numel() * like.dtype.itemsize
-                )
+                nbytes = 2 * torch.Size(part).numel() * like.dtype.itemsize
+                self._block = self.common.host.borrow(nbytes, below)
                 self.host_keys, self.host_values = self._block.halves(part, like.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -230,7 +237,8 @@ class KvLayer(CacheLayerMixin):
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
         count, old = rows.numel(), self._buffers()
-        below = self.common.below(count)
+        stays = count == self.batch_size
+        below = self.rows_on_cpu if stays else self.common.below(count)
         picked: list[torch.Tensor]
         if self.host_keys is None and not below:
             picked = [self._picked(old[0], rows), self._picked(old[1], rows)]
@@ -245,8 +253,8 @@ class KvLayer(CacheLayerMixin):
                 )
                 for above, under in ((old[0], old[2]), (old[1], old[3]))
             ]
-        if count != self.batch_size:
-            self._allocate((count, *self.key_buffer.shape[1:]), self.key_buffer)
+        if not stays:
+            self._allocate((count, *self.key_buffer.shape[1:]), below, self.key_buffer)
         for now, kept in zip(self._buffers(), picked, strict=False):
             if now is not None:
                 now[:, :, : self.length] = kept

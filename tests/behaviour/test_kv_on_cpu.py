@@ -216,6 +216,34 @@ def test_a_small_batch_stays_where_it_is_computed(pair: Pair) -> None:
     assert engine_of(model).cpu_work.steps == steps + 2
 
 
+def test_caches_share_the_room_on_the_compute_device(pair: Pair) -> None:
+    model, ids = pair[1], prompts(3, 5)
+    name = exactness.name_of_cache(model)
+
+    def rows_on_cpu(batch: int, keep: list[Any]) -> int:
+        with torch.no_grad():
+            keep.append(model(ids[:batch])[name])
+        assert len({layer.rows_on_cpu for layer in keep[-1].layers}) == 1
+        return keep[-1].layers[0].rows_on_cpu
+
+    kept: list[Any] = []
+    assert rows_on_cpu(3, kept) == 2  # there is room for one
+    assert rows_on_cpu(2, kept) == 2
+    twin = copy.deepcopy(kept[0])
+    kept[0].batch_select_indices(torch.tensor([2, 0]))  # one of them may stay
+    assert kept[0].layers[0].rows_on_cpu == 1
+    del kept[0]
+    assert rows_on_cpu(2, kept) == 1
+    with torch.no_grad():  # which grows, and keeps its rows where they are
+        for cache in (twin, kept[0]):
+            batch = cache.layers[0].batch_size
+            before = cache.layers[0].rows_on_cpu
+            more = prompts(batch, 300) % 7 + 3
+            got = model(more, **{name: cache}).logits[:, -1]
+            want = pair[0](torch.cat([ids[:batch], more], 1)).logits[:, -1]
+            assert close(got, want) and cache.layers[0].rows_on_cpu == before
+
+
 def test_memory_is_used_again_and_given_back(
     variant_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +255,7 @@ def test_memory_is_used_again_and_given_back(
     with run(variant_folder("llama")) as model:
         model.offload.wait_loaded()  # in memory that is none of ours
         made.clear()
-        generate(model, prompts(2, 3), [0, 0], max_new_tokens=2)
+        generate(model, prompts(4, 3), [0] * 4, max_new_tokens=2)
         config = model.config
         token = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
         assert made == [3 * 24 * token * 4] * 3  # as planned, though less was needed
@@ -276,7 +304,7 @@ def test_chunks_cover_all_evenly(first: int, count: int, most: int) -> None:
 
 def test_a_pool_that_is_closed_takes_nothing_back() -> None:
     home = HostKv(0, 64, HostCopies(), False)
-    block = home.borrow(80)
+    block = home.borrow(80, 1)
     keys, _ = block.halves((2, 5), torch.float32)
     home.close()
     keys.fill_(3)

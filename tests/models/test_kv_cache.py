@@ -14,8 +14,10 @@ from transformers.cache_utils import DynamicLayer
 
 from offload.models import kv_cache
 from offload.models.describe import describe
+from offload.models.host_kv import HostKv
 from offload.models.kv_cache import KvCommon, KvLayer, adopt, common_of, layers_of, new_cache
 from offload.models.spec import ModelSpec
+from offload.row_copies import HostCopies
 
 pytestmark = pytest.mark.compat
 
@@ -46,12 +48,19 @@ operations = st.lists(
 )
 
 
-@given(operations, st.sampled_from([1, 2]), st.sampled_from([0, 5, 100]), st.integers(0, 99))
+@given(
+    operations,
+    st.sampled_from([1, 2]),
+    st.sampled_from([0, 5, 100]),
+    st.sampled_from([None, 0, 1, 4]),
+    st.integers(0, 99),
+)
 def test_any_history_leaves_what_transformers_has(
-    history: list[tuple[str, Any]], copies: int, max_length: int, seed: int
+    history: list[tuple[str, Any]], copies: int, max_length: int, gpu: int | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    ours, theirs = KvLayer(KvCommon(max_length), copies), DynamicLayer()
+    host = None if gpu is None else HostKv(gpu, 1, HostCopies(), False)
+    ours, theirs = KvLayer(KvCommon(max_length, host=host), copies), DynamicLayer()
     batch = 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "MIN_AHEAD", 2)  # so that it must grow
@@ -86,6 +95,7 @@ def test_any_history_leaves_what_transformers_has(
                 assert torch.equal(ours.keys, theirs.keys[:, ::copies])
                 assert torch.equal(ours.values, theirs.values[:, ::copies])
                 assert ours.batch_size == ours.max_batch_size == batch
+                assert ours.rows_on_cpu == (0 if gpu is None else max(0, batch - gpu))
             if length == 0:
                 batch = 3 if ours.key_buffer is None else ours.batch_size
 
