@@ -34,10 +34,11 @@ class DecodeAttention(Call):
 
     The batch's columns are split over the GPU's multiprocessors by their actual number
     (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so ragged lengths cost
-    what their sum costs. Partial results are float32 and are added in a fixed order. `workspace`
-    may be shared with other calls of the same stream; without one the call has its own. `splits`
-    (the most shares) and `variant` (one way of the library's, see offload_kernels.h) are for
-    measurements and tests; 0 lets the library choose. `early`: see ResidualNorm; such a launch
+    what their sum costs; `even` says that rows see about as many columns each, as far as is known,
+    where less must be found out. Partial results are float32 and are added in a fixed order.
+    `workspace` may be shared with other calls of the same stream; without one the call has its own.
+    `splits` (the most shares) and `variant` (one way of the library's, see offload_kernels.h) are
+    for measurements and tests; 0 lets the library choose. `early`: see ResidualNorm; such a launch
     reads more than others ahead of time: length, start and every row's visible columns but its last
     must have been written before the stream's latest launch that was not early. Only the query and
     the rows' last visible columns may come from that launch or a later one.
@@ -65,6 +66,7 @@ class DecodeAttention(Call):
         workspace: Workspace | None = None,
         splits: int = 0,
         variant: int = 0,
+        even: bool = False,
         early: bool = False,
     ) -> None:
         if not isinstance(query, torch.Tensor):
@@ -129,6 +131,7 @@ class DecodeAttention(Call):
             window=window,
             splits=splits,
             variant=variant,
+            even=even,
             dtype=dtype,
             launch_early=early,
         )

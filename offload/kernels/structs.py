@@ -138,6 +138,8 @@ class DecodeAttentionStruct(Structure):
         ("dtype", c_int32),
         ("launch_early", c_int32),
         ("variant", c_int32),
+        ("even", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -226,6 +226,7 @@ class DecodeSession:
                 softcap=spec.softcap,
                 window=spec.window,
                 workspace=self._workspace,
+                even=self._start is None,
             )
         inner = self._rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
         if spec.parallel:  # the MLP reads what came in, before anything is added to it

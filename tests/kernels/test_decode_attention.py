@@ -234,6 +234,7 @@ def settings(draw: st.DrawFn, machine: str) -> dict[str, Any]:
         "spare": draw(st.sampled_from([0, 8, 3])),
         "splits": draw(st.sampled_from([0, 0, 1, 2, 3, 7, 20, 1000])),
         "variant": variant,
+        "even": draw(flag),
         "seed": draw(st.integers(0, 99)),
     }
 
@@ -270,6 +271,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "uncommon multiple of 8": {"lengths": [70, 64], "capacity": 70, "head_dim": 72, "group": 2},
     "Falcon's 71 queries": {"lengths": [70, 100], "capacity": 100, "group": 71},
     "130 queries": {"lengths": [70], "capacity": 70, "group": 130, "splits": 3},
+    "even rows": {"lengths": [64] * 9, "capacity": 64, "kv_heads": 2, "head_dim": 48, "even": True},
+    "rows thought even": {"lengths": [300, 0, 7, 64, 299], "capacity": 300, "even": True},
+    "long items": {"lengths": [3100, 50], "capacity": 3100, "head_dim": 16, "group": 2},
     "whole items": {"lengths": [64] * 9, "capacity": 64, "kv_heads": 2, "splits": 6},
     "many parts": {"lengths": [700], "capacity": 700, "group": 48, "splits": 11},
     "large parts": {

@@ -155,6 +155,7 @@ def case(shape: Shape, device: torch.device, ways: Mapping[str, Options] | None 
                     length=length,
                     scale=shape.head_dim**-0.5,
                     workspace=workspace,
+                    even=len(set(columns)) == 1,
                     **options,
                 )
                 for pair in caches

@@ -35,6 +35,10 @@ constexpr int kNoClusters = 1;  // of OffloadDecodeAttention::variant
 // worth it.
 constexpr int kLeastStrips = 8;
 constexpr int kFewStrips = 4, kManyStrips = 16;  // of a warp, where a CTA has four
+constexpr int kLongStrips = 48;                  // of a multiprocessor
+constexpr int kMergedAtOnce = 8;                 // clusters of an item
+constexpr int kManyTurns = 12;                   // items of a multiprocessor
+constexpr int64_t kBytesUnderWay = 128 << 10;    // of a multiprocessor, at least
 
 // How many clusters run at once; 0 where one does not fit. Worked out once a kernel, device and
 // size.
@@ -50,10 +54,14 @@ inline int clusters_at_once(const Plan& plan, const Device& device, int* cluster
         return 0;
     }
     *clusters = 0;
-    if (plan.shared <= device.shared_per_block) {
-        const void* function = reinterpret_cast<const void*>(plan.kernel);
+    const void* function = reinterpret_cast<const void*>(plan.kernel);
+    cudaFuncAttributes attributes;
+    if (int status = cuda_status("decode_attention", cudaFuncGetAttributes(&attributes, function)))
+        return status;
+    const int most = device.shared_per_block - static_cast<int>(attributes.sharedSizeBytes);
+    if (plan.shared <= most) {
         const std::pair<cudaFuncAttribute, int> wanted[] = {
-            {cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block},
+            {cudaFuncAttributeMaxDynamicSharedMemorySize, most},
             {cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared},
             {cudaFuncAttributeNonPortableClusterSizeAllowed, 1}};
         for (const auto& one : wanted) {
@@ -87,14 +95,36 @@ inline int clusters_at_once(const Plan& plan, const Device& device, int* cluster
     return 0;
 }
 
-// The quickest shape that was measured (on an H200: 132 multiprocessors) for `items` of so many
-// strips: about a CTA a multiprocessor, and no second round of them.
-inline ClusterShape cluster_shape(int64_t items, int strips, int head_dim, const Device& device) {
+// For more items than multiprocessors, of even lengths: a CTA an item. Where these take many turns,
+// shorter rings for more CTAs at once; where few CTAs would have too little under way, more warps.
+inline ClusterShape shape_of_many(int64_t items, int strips, int64_t strip_bytes,
+                                  const Device& device) {
+    if (items >= static_cast<int64_t>(device.multiprocessors) * kManyTurns)
+        return {1, 4, min(2, divided(strips, 4))};
+    const bool little =
+        items * 4 * 3 * strip_bytes < device.multiprocessors * kBytesUnderWay && strips >= 64;
+    const int warps = little ? 8 : 4;
+    return {1, warps, min(3, divided(strips, warps))};
+}
+
+// The quickest shapes that were measured (on an H200: 132 multiprocessors) for few `items` of so
+// many strips and queries. Where all multiprocessors have much to read: a CTA on each that reads as
+// much at once as there is room for, in clusters as small as leave an item no more of them than are
+// merged at once. Elsewhere: about a CTA a multiprocessor, and no second round of them; with more
+// warps where there is more to merge.
+inline ClusterShape cluster_shape(int64_t items, int strips, int head_dim, int queries,
+                                  const Device& device) {
+    const int most = device.multiprocessors;
+    if (items * strips >= static_cast<int64_t>(most) * kLongStrips) {
+        int cluster = 1;
+        while (cluster < kMostCluster && most / cluster / items > kMergedAtOnce) cluster *= 2;
+        return {cluster, head_dim > 128 ? 4 : 8, 3};
+    }
     ClusterShape shape = {8, 4, 3};
-    while (shape.cluster > 2 && items * shape.cluster * 2 >= device.multiprocessors * 3)
-        shape.cluster /= 2;
+    while (shape.cluster > 2 && items * shape.cluster * 2 >= most * 3) shape.cluster /= 2;
     const int a_warp = divided(strips, shape.cluster * shape.warps);
-    const bool alone = items * shape.cluster <= device.multiprocessors && head_dim <= 128;
+    const bool alone = items * shape.cluster <= most && head_dim <= 128;
+    if (queries > 8 && head_dim <= 64 && a_warp >= kFewStrips) return {shape.cluster, 8, 2};
     if (alone && a_warp > kFewStrips && a_warp <= kManyStrips) shape.warps = 8;
     if (a_warp > kManyStrips) shape.stages = 2;  // for more CTAs a multiprocessor
     shape.stages = min(shape.stages, divided(strips, shape.cluster * shape.warps));
@@ -113,15 +143,15 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     const ClusterKernel k = cluster_kernel(a.dtype, a.head_dim, p.group);
     share_heads(plan, k.heads);
     const int64_t pieces = static_cast<int64_t>(a.batch) * a.kv_heads * p.head_tiles;
+    const bool many = pieces > device.multiprocessors;
     if (!chosen) {
-        // Enough items fill the GPU by themselves, and shares of a line then fill it evenly; but
-        // of heads of 80 a CTA an item took 42 us where shares took 67 (H200, 256 items of 2048).
-        // Large groups are read once for all of their queries, unless L2 has what is read.
-        const bool many = pieces > device.multiprocessors;
-        if (device.major < 9 || a.batch > kMostClusterRows || (many && a.head_dim != 80)) return 0;
+        // Enough items fill the GPU by themselves; where some may be much longer than others,
+        // shares of a line of all columns fill it evenly. Large groups are read once for all of
+        // their queries, unless L2 has what is read.
+        if (device.major < 9 || (many ? !a.even : a.batch > kMostClusterRows)) return 0;
         if (p.head_tiles > 1 && !in_l2) return 0;
-        shape = many ? ClusterShape{1, 4, min(3, divided(strips, 4))}
-                     : cluster_shape(pieces, strips, a.head_dim, device);
+        shape = many ? shape_of_many(pieces, strips, k.strip_bytes(), device)
+                     : cluster_shape(pieces, strips, a.head_dim, p.tile_heads, device);
     }
     const bool known_cluster = shape.cluster >= 1 && shape.cluster <= kMostCluster &&
                                (shape.cluster & (shape.cluster - 1)) == 0;
@@ -137,7 +167,8 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
         plan->cluster = shape.cluster;
         plan->shared = k.shared_bytes(shape.warps, shape.stages, shape.cluster);
         if (int status = clusters_at_once(*plan, device, &at_once)) return status;
-        if (at_once >= pieces || chosen || (shape.stages == 1 && at_once > 0)) break;
+        const bool enough = at_once >= (many ? 1 : pieces);
+        if (enough || chosen || (shape.stages == 1 && at_once > 0)) break;
     }
     if (at_once == 0) {
         plan->cluster = 0;

@@ -9,8 +9,12 @@ namespace {
 template <typename T, int kDim, int kQueries>
 ClusterKernel clusters() {
     using Shape = StripShape<kDim, kQueries>;
-    return {decode_attention_clusters_kernel<T, kDim, kQueries>, Shape::kHeads, Shape::ring_bytes,
-            Shape::shared_bytes, Shape::slot};
+    return {decode_attention_clusters_kernel<T, kDim, kQueries>,
+            Shape::kHeads,
+            Shape::ring_bytes,
+            Shape::strip_bytes,
+            Shape::shared_bytes,
+            Shape::slot};
 }
 
 // Sizes between these are padded to the next.

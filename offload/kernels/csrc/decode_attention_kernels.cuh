@@ -31,6 +31,7 @@ struct ClusterKernel {
     Kernel kernel;
     int heads;
     int (*ring_bytes)(int stages);
+    int (*strip_bytes)();
     int (*shared_bytes)(int warps, int stages, int cluster);
     int (*slot)(int cluster);
 };

@@ -27,6 +27,7 @@ struct StripShape {
     __host__ __device__ static constexpr int ring_bytes(int stages) {
         return stages * 2 * kHalf > kHeads * kSums * 4 ? stages * 2 * kHalf : kHeads * kSums * 4;
     }
+    static constexpr int strip_bytes() { return 2 * kHalf; }
     // Fours of results that a CTA has at most.
     __host__ __device__ static constexpr int slice(int cluster) {
         return (kHeads * kQuads - 1) / cluster + 1;

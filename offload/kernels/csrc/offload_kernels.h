@@ -149,6 +149,8 @@ typedef struct {
                       // an item: cluster + 100 * warps a CTA + 10000 * strips in flight a warp,
                       // with clusters of 1, 2, 4, 8 or 16, warps 4 or 8, strips 1 to 4, and at most
                       // `splits` clusters unless there are more items
+    int32_t even;     // whether rows are known to see about as many columns each: a hint
+    int32_t reserved;
 } OffloadDecodeAttention;
 
 // output = act(norm(input) @ weight.T + bias) + residual for a few rows; with a gate the weight has
