@@ -61,9 +61,9 @@ def _group(
 
 # Layers wholly in GPU memory, streamed, half of each; few sequences and as many as give most.
 GPU_CASES = (
-    *_group("opt-13b", 10, None, 6, 16, (None, 48, 32, 1)),
-    *_group("llama-2-13b", 20, "int4", 4, 12, (None, 32, 1)),
-    *_group("opt-6.7b", 16, None, None, 16, (64, 32, 1)),
+    *_group("opt-13b", 10, None, 6, 16, (None, 120, 64, 24, 1)),
+    *_group("llama-2-13b", 20, "int4", 4, 12, (None, 40, 1)),
+    *_group("opt-6.7b", 16, None, None, 16, (64, 1)),
     *_group("llama-2-13b", 20, "int4", None, 12, (32, 1)),
 )
 CPU_CASES = (
