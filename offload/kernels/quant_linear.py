@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offload.kernels import reference
-from offload.kernels.call import Call
+from offload.kernels import reference, tuning
+from offload.kernels.call import Call, current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import MOST_ROWS, QuantGemm, check_quantised, why_not_fused
-from offload.kernels.weight_format import WeightFormat
+from offload.kernels.tuning import Choice, Key
+from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.kernels.workspace import Workspace
 
 OP = "quant_linear"
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of rows
+OWN, CUBLAS = Choice("own"), Choice("cublas")
 
 
 class QuantLinear(Call):
     """out = act(input @ weight.T + bias) + residual, with a gate act(gate) * up + residual, where
     the weight is what `stored` stands for in `form`; arguments as QuantGemm has them.
 
-    Up to 64 rows of a weight that QuantGemm takes run there. All else is made whole in `scratch`
-    and multiplied by `Linear`: `scratch`, [outputs or 2 * outputs, depth] of the input's dtype, is
-    the caller's and may be shared by the calls of one stream; without it the call has its own.
-    `fused` forces one way or the other. On a CPU the reference runs. `launch(stream)` issues it,
-    like a `Call`.
+    Up to 64 rows of a weight that QuantGemm takes may run there; all else is made whole in
+    `scratch` and multiplied by `Linear`. Which is quicker is looked up in a table that is measured
+    on this machine when a shape is first seen (tens of milliseconds, and scratch of three times L2;
+    not while a graph is captured); `fused` forces one or the other. `scratch`, [outputs or 2 *
+    outputs, depth] of the input's dtype, is the caller's and may be shared by the calls of one
+    stream; without it the call has its own. On a CPU the reference runs. `launch(stream)` issues
+    it, like a `Call`.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -54,7 +60,6 @@ class QuantLinear(Call):
         problem = self._why_apart(input, form, stored)
         if fused and problem:
             raise ValueError(f"{OP}: it cannot be fused: {problem}")
-        self.fused = not problem if fused is None else fused
         self._input, self._form, self._stored, self._out = input, form, dict(stored), out
         self._after: dict[str, Any] = {
             "bias": bias,
@@ -69,19 +74,21 @@ class QuantLinear(Call):
                     f"{OP}: scratch must be {input.dtype} {list(self._shape)} on {input.device}, "
                     f"not {scratch.dtype} {list(scratch.shape)} on {scratch.device}"
                 )
-        if input.device.type != "cuda" or not input.numel():
-            self._launches: tuple[Callable[[int], Any], ...] = (self._reference_on,)
-        elif self.fused:
-            call = QuantGemm(
-                input, form, stored, out, **self._after, workspace=workspace, early=early
-            )
-            self._launches = (call.launch,)
+        asked = _Asked(input, form, dict(stored), out, self._after, early)
+        on_gpu = input.device.type == "cuda" and input.numel() > 0
+        if problem or fused is False:
+            self.choice = CUBLAS
+        elif fused or not on_gpu:
+            self.choice = OWN
         else:
-            if scratch is None:
-                scratch = torch.empty(self._shape, dtype=input.dtype, device=input.device)
-            whole = Dequantize(form, stored, scratch, early=early)
-            product = Linear(input, scratch, out, **self._after, workspace=workspace)
-            self._launches = (whole.launch, product.launch)
+            self.choice = _choose(asked)
+        self.fused = self.choice.way == "own"
+        if not on_gpu:
+            self._launches: tuple[Callable[[int], Any], ...] = (self._reference_on,)
+            return
+        if not self.fused and scratch is None:
+            scratch = torch.empty(self._shape, dtype=input.dtype, device=input.device)
+        self._launches = _launches(asked, self.choice, scratch, workspace)
 
     @staticmethod
     def _why_apart(
@@ -106,3 +113,109 @@ class QuantLinear(Call):
     def _reference_on(self, stream: int) -> None:
         weight = dequantise(self._form, self._stored, self._shape, self._input.dtype)
         self._out.copy_(reference.linear(self._input, weight, norm=None, **self._after))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a QuantLinear was asked for; `after`: bias, residual, activation, gated."""
+
+    input: torch.Tensor
+    form: WeightFormat
+    stored: dict[str, torch.Tensor]
+    out: torch.Tensor
+    after: dict[str, Any]
+    early: bool
+
+
+def _launches(
+    asked: _Asked, choice: Choice, scratch: torch.Tensor | None, workspace: Workspace | None
+) -> tuple[Callable[[int], Any], ...]:
+    """The kernels of `choice`, each a function of the stream; cuBLAS needs the scratch."""
+    kept: dict[str, Any] = {"workspace": workspace, **asked.after}
+    if choice.way == "own":
+        kept |= {"variant": choice.variant, "early": asked.early}
+        return (QuantGemm(asked.input, asked.form, asked.stored, asked.out, **kept).launch,)
+    assert scratch is not None
+    whole = Dequantize(asked.form, asked.stored, scratch, early=asked.early)
+    return (whole.launch, Linear(asked.input, scratch, asked.out, **kept).launch)
+
+
+def _choose(asked: _Asked) -> Choice:
+    """The table's way to compute `asked`, measured now where it is not there."""
+    depth, after = asked.input.shape[-1], asked.after
+    rows = tuning.bucket(asked.input.numel() // depth, BUCKETS)
+    key = Key(
+        dtype=str(asked.input.dtype).removeprefix("torch."),
+        form=asked.form.name,
+        outputs=asked.out.shape[-1],
+        depth=depth,
+        rows=rows,
+        gated=after["gated"],
+        activation=after["activation"] is not None,
+        residual=after["residual"] is not None,
+        early=asked.early,
+        bias=after["bias"] is not None,
+    )
+    device = asked.input.device
+    if torch.cuda.is_current_stream_capturing():
+        return tuning.table(device.index or 0).get(key) or OWN
+    try:
+        return _Measurement(asked, rows).pick(key)
+    except torch.OutOfMemoryError:
+        return OWN  # no room to measure in
+
+
+class _Measurement:
+    """Times the ways to compute a product on weights of its own, which take turns."""
+
+    def __init__(self, asked: _Asked, rows: int) -> None:
+        self._asked, self._rows = asked, rows
+        self._device = asked.input.device
+        self._copies: list[_Asked] = []
+
+    def pick(self, key: Key) -> Choice:
+        """The quickest, kept in the table."""
+        return tuning.pick(key, self._device, self._candidates, self._time)
+
+    def _candidates(self) -> tuple[Choice, ...]:
+        asked = self._asked
+        like: dict[str, Any] = {"dtype": asked.input.dtype, "device": self._device}
+        input = torch.randn(self._rows, asked.input.shape[-1], **like)
+        out = torch.zeros(self._rows, asked.out.shape[-1], **like)
+        after = {**asked.after, "residual": out if asked.after["residual"] is not None else None}
+        size = sum(tensor.nbytes for tensor in asked.stored.values())
+        self._copies = [
+            _Asked(input, asked.form, self._weight(), out, after, asked.early)
+            for _ in range(tuning.rotation(size, self._device))
+        ]
+        rows = (2 if after["gated"] else 1) * out.shape[-1]
+        self._scratch = torch.empty(rows, input.shape[-1], **like)
+        one = self._copies[0]
+        count = QuantGemm(input, one.form, one.stored, out, gated=after["gated"]).variants
+        return (CUBLAS, *(Choice("own", variant) for variant in range(1, count + 1)))
+
+    def _weight(self) -> dict[str, torch.Tensor]:
+        """Other tensors of the same shapes: what lies in the given ones may not be there yet."""
+        made = {}
+        for name, tensor in self._asked.stored.items():
+            if name == SHAPE:
+                made[name] = tensor
+            elif tensor.dtype.is_floating_point:
+                made[name] = torch.full_like(tensor, 0.01)
+            else:
+                made[name] = torch.empty_like(tensor).random_()
+        return made
+
+    def _time(self, choice: Choice) -> float:
+        workspace = Workspace(self._device)
+        runs = [_launches(copy, choice, self._scratch, workspace) for copy in self._copies]
+
+        def run(launches: tuple[Callable[[int], Any], ...]) -> Callable[[], None]:
+            def all_of_them() -> None:
+                stream = current_stream(self._device)
+                for launch in launches:
+                    launch(stream)
+
+            return all_of_them
+
+        return tuning.time_calls([run(launches) for launches in runs], self._device)

@@ -53,6 +53,7 @@ class Key:
     early: bool = False
     transposed: bool = False
     bias: bool = False
+    form: str = ""
 
     def __str__(self) -> str:
         around = ("gated", "norm", "statistics", "activation", "residual")
@@ -61,7 +62,14 @@ class Key:
             f"{self.norm}_norm" if flag == "norm" else flag for flag in flags if getattr(self, flag)
         ]
         return " ".join(
-            [self.dtype, f"N{self.outputs}", f"K{self.depth}", f"rows{self.rows}", *named]
+            [
+                self.dtype,
+                *filter(None, [self.form]),
+                f"N{self.outputs}",
+                f"K{self.depth}",
+                f"rows{self.rows}",
+                *named,
+            ]
         )
 
 
@@ -96,12 +104,12 @@ class Choice:
         return cls(entry["way"], variant, splits, us, cublas_us)
 
 
-def bucket(rows: int) -> int:
-    """The smallest bucket that holds `rows` (1 to 16)."""
-    for most in BUCKETS:
+def bucket(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
+    """The smallest bucket that holds `rows`, which is at least 1."""
+    for most in buckets:
         if rows <= most:
             return most
-    raise ValueError(f"rows must be at most {BUCKETS[-1]}, not {rows}")
+    raise ValueError(f"rows must be at most {buckets[-1]}, not {rows}")
 
 
 def cache_path() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from machines import MACHINES, device_of
 from test_dequantizer import FORMS, random_stored
 from torch.nn import functional
 
+from offload.kernels import tuning
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.quant_linear import QuantLinear
@@ -35,9 +37,11 @@ def test_every_format(machine: str, rows: int) -> None:
         weight = dequantise(form, stored, (n, k), torch.bfloat16)
         x = torch.randn(rows, k, device=device).bfloat16()
         out = torch.full((rows, n), math.nan, dtype=torch.bfloat16, device=device)
-        call = QuantLinear(x, form, stored, out)
-        assert call.fused == (rows <= 64 and form.layout == "packed" and not form.act_order
-                              and form.block[0] == 1)  # fmt: skip
+        fusable = (
+            rows <= 64 and form.layout == "packed" and not form.act_order and form.block[0] == 1
+        )
+        call = QuantLinear(x, form, stored, out, fused=fusable or None)
+        assert call.fused == fusable
         call.launch(current_stream(device))
         exact = functional.linear(x.double(), weight.double())
         peer = (functional.linear(x, weight).double() - exact).abs().max()
@@ -68,3 +72,21 @@ def test_an_input_that_lies_anywhere_is_not_fused() -> None:
     call.launch()
     weight = dequantise(FORM, STORED, (9, 64), torch.bfloat16)
     torch.testing.assert_close(OUT, functional.linear(shifted, weight), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_quicker_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.table.cache_clear()
+    x = torch.randn(3, 1024, device="cuda").bfloat16()
+    form = WeightFormat.parse("int4")
+    stored = quantise(torch.randn(512, 1024, device="cuda").bfloat16(), form)
+    out = torch.empty(3, 512, device="cuda").bfloat16()
+    before = {name: tensor.clone() for name, tensor in stored.items()}
+    call = QuantLinear(x, form, stored, out, residual=None, activation="relu")
+    assert call.choice.us and call.choice.cublas_us
+    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items())
+    assert QuantLinear(x, form, stored, out, activation="relu").choice == call.choice
+    assert tuning.table(0).won()[1] == 1
+    tuning.table.cache_clear()
