@@ -136,8 +136,8 @@ class LockStep:
 
     def _surroundings(self) -> tuple[int, int, int]:
         """What is set for the thread and cannot be put aside."""
-        stream = current_stream(self._device) if self._device.type == "cuda" else 0
-        return stream, torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        return current_stream(self._device), *modes
 
     # ---- the jobs --------------------------------------------------------------------------------
 
