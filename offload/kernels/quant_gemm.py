@@ -39,8 +39,9 @@ class QuantGemm(GemmCall):
     out = act(gate) * up + residual, where gate and up are the halves of what has a bias.
 
     The weight is what `stored` (by the ends of names) stands for in `form`: int4 or int8 `packed`,
-    a scale a row or a group, with or without zero points, scales of the input's dtype. It is
-    rounded to that dtype as `Dequantize` rounds it, never written down. input: [..., depth] of
+    a scale a row or a group, with or without zero points, scales of the input's dtype. Its float32
+    value is multiplied as it is (of int4 in groups of 32, and on a CPU, rounded to that dtype as
+    `Dequantize` rounds it) and never written down. input: [..., depth] of
     float16 or bfloat16 at a multiple of 16 bytes, rows likewise; weight: [outputs, depth], or
     [2 * outputs, depth] where `gated`, gate rows first; bias as long as the weight has rows. out,
     residual: [..., outputs]; `out` may be `residual` itself. Sums are float32 in a fixed order:

@@ -25,7 +25,7 @@ from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
 
-EXAMPLES = {"reference": 10, "host": 25, "cuda": 400}
+EXAMPLES = {"reference": 10, "host": 12, "cuda": 400}
 FORMS = [
     WeightFormat.parse(f"{kind}-{shared}{zero}")
     for kind in ("int4", "int8")
@@ -116,15 +116,16 @@ def make(
         out.normal_()
         fused["residual"] = out
     whole = dequantise(form, stored, (products, depth), dtype)
+    exact = dequantise(form, stored, (products, depth), torch.float32)
     return (
         {**fused, "form": form, "stored": stored, "out": out},
-        {**fused, "weight": whole, "norm": None, "out": out},
+        {**fused, "weight": whole, "exact": exact, "norm": None, "out": out},
     )
 
 
 def problem(machine: str, a: dict[str, Any], whole: dict[str, Any], variant: int) -> str | None:
     """What is wrong with the product, which must be bit for bit the same each time."""
-    exact = exact_product(whole)
+    exact = exact_product({**whole, "weight": whole["exact"]})
     allowed = allowed_error(whole, exact)
     before = a["out"].clone()
     results = []
@@ -185,15 +186,15 @@ def test_any_product(machine: str) -> None:
 def test_every_variant(machine: str, bits: int) -> None:
     """Over several tiles and chunks, the last of each cut off."""
     form = WeightFormat.parse(f"int{bits}-g32-zp")
-    for rows in (2, 16, 64):
+    for rows in (2, 16):
         for gated in (False, True):
             a, whole = make(
                 machine,
                 form,
                 dtype=torch.bfloat16,
                 rows=rows,
-                groups=19,
-                outputs=150 if gated else 300,
+                groups=67,
+                outputs=70 if gated else 140,
                 gated=gated,
                 bias=True,
                 activation="silu",

@@ -238,8 +238,9 @@ typedef struct {
 } OffloadDequantize;
 
 // output = act(input @ weight.T + bias) + residual for up to 64 rows, with a gate as in
-// OffloadSkinnyGemm; weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], rounded to the dtype,
-// g = k / group. Partial sums are float32, added in a fixed order.
+// OffloadSkinnyGemm; weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k / group, rounded
+// to the dtype only where 4 bits have groups below 64. Partial sums are float32, added in a fixed
+// order.
 typedef struct {
     const void* input;  // [rows, depth] at input_stride
     const void* codes;  // unsigned, of `bits` bits, along the depth: [outputs or 2 outputs, depth]
@@ -283,6 +284,44 @@ typedef struct {
     int32_t mask_floating;  // whether a sign alone is zero
 } OffloadStepInputs;
 
+// Rows as int8, each with a scale of its own: those of norm(residual + branch_norm(branch + bias)),
+// which is computed in float32 and not rounded before. scale = largest magnitude / 127, and
+// code = the integer next to x / scale; a row with an infinity or NaN has the scale NaN.
+typedef struct {
+    const void* residual;  // [rows, width]
+    const void* branch;    // [rows, width]; null
+    const void* bias;      // [width]; null
+    void* sum;             // [rows, width]: the sum, rounded; may be `residual`; null
+    int8_t* codes;         // [rows, width]
+    float* scales;         // [rows]
+    OffloadNorm branch_norm, norm;
+    int64_t rows;
+    int32_t width;
+    int32_t dtype;
+    int32_t launch_early;
+    int32_t reserved;
+} OffloadQuantizeRows;
+
+// output = act(sums * row_scale * scale + bias) + residual, or with a gate act(gate) * up +
+// residual, where a row of sums is [gate, up].
+typedef struct {
+    const int32_t* sums;      // [rows, width] or [rows, 2 * width]
+    const float* row_scales;  // [rows]
+    const void* scales;       // [width or 2 * width], or [1]
+    const void* bias;         // [width or 2 * width]; null
+    const void* residual;     // [rows, width]; null
+    void* output;             // [rows, width]; may be `residual`
+    int64_t rows;
+    int32_t width;
+    int32_t one_scale;    // for all columns
+    int32_t scale_dtype;  // OffloadDtype
+    int32_t activation;   // OffloadActivationKind
+    int32_t gated;
+    int32_t dtype;
+    int32_t launch_early;
+    int32_t reserved;
+} OffloadScaleSums;
+
 int offload_residual_norm(const OffloadResidualNorm* arguments, void* stream);
 int offload_rotary_append(const OffloadRotaryAppend* arguments, void* stream);
 int offload_activation(const OffloadActivation* arguments, void* stream);
@@ -291,6 +330,8 @@ int offload_skinny_gemm(const OffloadSkinnyGemm* arguments, void* stream);
 int offload_dequantize(const OffloadDequantize* arguments, void* stream);
 int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stream);
 int offload_step_inputs(const OffloadStepInputs* arguments, void* stream);
+int offload_quantize_rows(const OffloadQuantizeRows* arguments, void* stream);
+int offload_scale_sums(const OffloadScaleSums* arguments, void* stream);
 
 // Bytes of workspace that a call with these arguments uses (of its pointers, only the alignment of
 // the tensors counts); below zero: refused.
