@@ -245,6 +245,25 @@ def test_passes_of_a_model(
     assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(ends))
 
 
+def test_resident_layers_are_told_of_by_the_fused_engine(
+    variant_folder: Callable[[str], Path],
+) -> None:
+    names = {"": 0, "model.layers.1": "cpu"}
+    with offload.run(
+        variant_folder("llama"), device_map=names, device="cpu", engine="fused"
+    ) as model:
+        with model.offload.trace() as trace:
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+        last = len(model.offload.plan.layers) - 1
+    worked = Counter(s.name for s in trace.end() if s.track is Track.COMPUTE and not s.waits_for)
+    assert last == 2 and [worked[f"layer {i}"] for i in range(3)] == [3, 3, 3]
+    resident = offload.run(variant_folder("llama"), device="cpu", engine="fused")
+    with resident, resident.offload.trace() as trace:
+        resident.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    worked = Counter(s.name for s in trace.end() if s.track is Track.COMPUTE)
+    assert worked["layer 2"] == 1 and worked["layers 0 to 2"] == 2  # the prompt, and steps
+
+
 def test_a_place_that_cannot_be_written_is_told_before_the_run(
     variant_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

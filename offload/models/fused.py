@@ -217,8 +217,8 @@ class FusedEngine(NotCopied):
             room=room,
             copies=self._copies,
         )
-        for layer, kv in zip(layers, kept, strict=True):
-            with layer.in_place(self._stream) as (_, weights):
+        for index, (layer, kv) in enumerate(zip(layers, kept, strict=True)):
+            with self._told(index, index), layer.in_place(self._stream) as (_, weights):
                 prompt.run(layer.spec, weights, kv)
         arriving = prompt.finish()
         if request.cache is not None:
@@ -281,6 +281,17 @@ class FusedEngine(NotCopied):
 
     def _issue(self, session: DecodeSession, first: int, last: int, entry: bool = False) -> None:
         """Issue a stretch: of resident layers the first time call by call, then as a graph."""
+        with self._told(first, last):
+            self._issue_stretch(session, first, last, entry)
+
+    def _told(self, first: int, last: int) -> AbstractContextManager[None]:
+        """Tells a trace of resident layers that are issued; of streamed ones the stream does."""
+        trace = self.cpu_work.trace()
+        if trace is None or self._layers.layers[first].streamed:
+            return nullcontext()
+        return trace.layers(first, last)
+
+    def _issue_stretch(self, session: DecodeSession, first: int, last: int, entry: bool) -> None:
         key = first, entry
         graph = session.graphs.get(key)
         if graph is None and key in session.issued and self._can_capture():

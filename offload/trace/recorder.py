@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -130,6 +132,16 @@ class Trace:
     def computed(self, layer: int) -> None:
         """All of its work has been issued."""
         self._end("layer", layer)
+
+    @contextlib.contextmanager
+    def layers(self, first: int, last: int) -> Iterator[None]:
+        """The work of resident layers is issued within the block."""
+        what = f"layer {first}" if first == last else f"layers {first} to {last}"
+        self._begin(what)
+        try:
+            yield
+        finally:
+            self._end(what)
 
     def joins(self) -> None:
         """What is computed from now on needs what CPU cores are at work on."""
