@@ -83,6 +83,14 @@ inline __m256 castps512_ps256(emulated_m512 v) {
     return low;
 }
 
+inline emulated_m512 castps256_ps512(__m256 low) {
+    return join<emulated_m512>(low, _mm256_setzero_ps());
+}
+
+inline emulated_m512 insertf32x8(emulated_m512 v, __m256 half, int) {
+    return join<emulated_m512>(castps512_ps256(v), half);
+}
+
 inline __m256 extractf32x8_ps(emulated_m512 v, int half) {
     return as<Array<__m256, 2>>(v).at[half];
 }

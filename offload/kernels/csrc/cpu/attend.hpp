@@ -9,6 +9,7 @@
 #pragma once
 #include <math.h>
 
+#include "convert.hpp"
 #include "floats.hpp"
 #if defined(OFFLOAD_HOST_PAIRS)
 #include "integers.hpp"
@@ -23,6 +24,45 @@ namespace {
 using offload_host::Item;
 using offload_host::Job;
 using offload_host::part_floats;
+
+template <class Cache>
+void load_rows(const Job& job, const Item& item, float* queries) {
+    const OffloadHostAttention& c = job.call;
+    for (int g = 0; g < job.group; g++) {
+        const auto* const from = static_cast<const typename Cache::T*>(c.query) +
+                                 item.row * c.query_batch_stride +
+                                 (int64_t(item.head) * job.group + g) * c.query_head_stride;
+        float* const query = queries + int64_t(g) * job.padded_dim;
+        int d = 0;
+        for (; d + kLanes <= c.head_dim; d += kLanes) store(query + d, Cache::load(from + d));
+        if (d < c.head_dim) {
+            store(query + d, load_some<Cache>(from + d, c.head_dim - d));
+            d += kLanes;
+        }
+        for (; d < job.padded_dim; d += kLanes) store(query + d, V{});
+    }
+}
+
+// [group, padded_dim], zeros behind head_dim
+void load_queries(const Job& job, const Item& item, float* queries) {
+    if (job.call.query_dtype == OFFLOAD_HOST_F32) return load_rows<F32>(job, item, queries);
+    if (job.call.query_dtype == OFFLOAD_HOST_F16) return load_rows<F16>(job, item, queries);
+    load_rows<BF16>(job, item, queries);
+}
+
+void store_output(const Job& job, const Item& item, int query, const float* sums, float factor) {
+    const OffloadHostAttention& c = job.call;
+    const int64_t head = int64_t(item.head) * job.group + query;
+    const int64_t to = (int64_t(item.row) * c.heads + head) * c.head_dim;
+    float* const floats = static_cast<float*>(c.output) + to;
+    uint16_t* const halves = static_cast<uint16_t*>(c.output) + to;
+    if (c.query_dtype == OFFLOAD_HOST_F32)
+        for (int d = 0; d < c.head_dim; d++) floats[d] = sums[d] * factor;
+    else if (c.query_dtype == OFFLOAD_HOST_F16)
+        for (int d = 0; d < c.head_dim; d++) halves[d] = f16_of_float(sums[d] * factor);
+    else
+        for (int d = 0; d < c.head_dim; d++) halves[d] = bf16_of_float(sums[d] * factor);
+}
 
 // Products of the query become weights of the values, tops and totals.
 void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {

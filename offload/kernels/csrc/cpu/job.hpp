@@ -69,8 +69,6 @@ int plan(Job& job, int workers);                // 0, or below zero with the err
 bool take(Job& job, Item* item);                // the next item that nobody has
 bool last_part(Job& job, const Item& item);     // whether all other parts are done
 void append(const Job& job, const Item& item);  // the new column, where the item has it
-void load_queries(const Job& job, const Item& item, float* queries);  // [group, padded_dim]
-void store_output(const Job& job, const Item& item, int query, const float* sums, float factor);
 void add_checksum(Job& job, uint64_t sum);
 
 int refuse(const char* format, ...) __attribute__((format(printf, 1, 2)));

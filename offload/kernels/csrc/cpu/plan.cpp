@@ -291,26 +291,6 @@ void append(const Job& job, const Item& item) {
     put_row(c, c.new_value, from, c.values[b], at, value_scale);
 }
 
-void load_queries(const Job& job, const Item& item, float* queries) {
-    const OffloadHostAttention& c = job.call;
-    for (int32_t g = 0; g < job.group; g++) {
-        const int64_t from = item.row * c.query_batch_stride +
-                             (int64_t(item.head) * job.group + g) * c.query_head_stride;
-        float* const query = queries + int64_t(g) * job.padded_dim;
-        for (int32_t d = 0; d < c.head_dim; d++)
-            query[d] = as_float(c.query, from + d, c.query_dtype);
-        for (int32_t d = c.head_dim; d < job.padded_dim; d++) query[d] = 0;
-    }
-}
-
-void store_output(const Job& job, const Item& item, int query, const float* sums, float factor) {
-    const OffloadHostAttention& c = job.call;
-    const int64_t head = int64_t(item.head) * job.group + query;
-    const int64_t to = (int64_t(item.row) * c.heads + head) * c.head_dim;
-    for (int32_t d = 0; d < c.head_dim; d++)
-        put_float(c.output, to + d, c.query_dtype, sums[d] * factor);
-}
-
 void add_checksum(Job& job, uint64_t sum) {
     __atomic_fetch_add(&job.checksum, sum, __ATOMIC_RELAXED);
 }

@@ -73,6 +73,31 @@ struct Simd {
     // Of each 128 bits of two rows of sixteen-bit elements, the first or the last four and four.
     static P low_halves(P a, P b) { return _mm512_unpacklo_epi16(a, b); }
     static P high_halves(P a, P b) { return _mm512_unpackhi_epi16(a, b); }
+    static V join(const float* low, const float* high) {  // eight of each
+        return (V)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)),
+                                     _mm256_loadu_ps(high), 1);
+    }
+    // Vectors i and 4 + i, below 4, have rows i, 4 + i and 8 + i, 12 + i, of eight; then each has a
+    // column of sixteen.
+    static void transpose_halves(V (&rows)[8]) {
+        V pairs[8];
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            pairs[i] = low(rows[i], rows[i + 1]);
+            pairs[i + 1] = high(rows[i], rows[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const V a[] = {low_two(pairs[j], pairs[2 + j]), high_two(pairs[j], pairs[2 + j])};
+            const V b[] = {low_two(pairs[4 + j], pairs[6 + j]),
+                           high_two(pairs[4 + j], pairs[6 + j])};
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                rows[2 * j + i] = (V)_mm512_shuffle_f32x4((__m512)a[i], (__m512)b[i], 0x88);
+                rows[4 + 2 * j + i] = (V)_mm512_shuffle_f32x4((__m512)a[i], (__m512)b[i], 0xdd);
+            }
+        }
+    }
     static void transpose(V (&rows)[16]) {
         V pairs[16];
 #pragma GCC unroll 8

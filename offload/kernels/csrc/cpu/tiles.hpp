@@ -5,7 +5,6 @@
 // and eight low ones, and the cache's rows are made columns: two of bf16 or four of int8 next to
 // each other, by shuffles on the way through L1.
 #pragma once
-#include "convert.hpp"
 #include "integers.hpp"
 
 namespace {
@@ -76,11 +75,13 @@ struct HalfTiles {  // of bf16, with pieces of bf16
         return 1;
     }
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
-        for (int d = 0; d < count; d++) {
-            const uint16_t high = bf16_of_float(from[d]);
-            const uint16_t low = bf16_of_float(from[d] - float_of_bf16(high));
-            __builtin_memcpy(to + 2 * d, &high, 2);
-            __builtin_memcpy(to + apart + 2 * d, &low, 2);
+        uint16_t* const high = reinterpret_cast<uint16_t*>(to);
+        uint16_t* const low = reinterpret_cast<uint16_t*>(to + apart);
+        for (int d = 0; d < count; d++) {  // what is cut off the first is the second
+            const uint32_t bits = bits_of_float(from[d]);
+            const float rest = from[d] - float_of_bits(bits & 0xffff0000);
+            high[d] = uint16_t(bits >> 16);
+            low[d] = uint16_t(bits_of_float(rest) >> 16);
         }
         return 1;
     }
@@ -129,8 +130,16 @@ struct Tiles {
         for (int b = 0; b < blocks(w); b++) {
             const uint32_t* const from = reinterpret_cast<uint32_t*>(rows + b * 16 * row_bytes);
             uint32_t* const to = reinterpret_cast<uint32_t*>(w.codes) + b * 16 * words;
-            for (int64_t k = 0; k < words; k++)
-                for (int n = 0; n < kBlockRows; n++) to[k * 16 + n] = from[n * words + k];
+            for (int64_t k = 0; k < words; k += 16) {
+                V block[kBlockRows];
+#pragma GCC unroll 16
+                for (int n = 0; n < kBlockRows; n++)
+                    block[n] = Simd::load(reinterpret_cast<const float*>(from + n * words + k));
+                Simd::transpose(block);
+#pragma GCC unroll 16
+                for (int n = 0; n < kBlockRows; n++)
+                    store(reinterpret_cast<float*>(to + (k + n) * 16), block[n]);
+            }
         }
     }
 
@@ -240,20 +249,23 @@ struct Tiles {
         }
     }
 
-    // A row a key becomes a row a query.
+    // A row a key, eight high sums and eight low ones, becomes a row a query.
     static void put_scores(const Work& w, const char* tile, int g, int t) {
-        V rows[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++)
-            rows[i] = Simd::load(reinterpret_cast<const float*>(tile) + 16 * i);
-        Simd::transpose(rows);
+        const float* const sums = reinterpret_cast<const float*>(tile);
+        V rows[kBlock];
+#pragma GCC unroll 8
+        for (int i = 0; i < kBlock; i++) {
+            // Which two keys are one vector's is what Simd::transpose_halves wants.
+            const float* const a = sums + 16 * (i / 4 * 8 + i % 4);
+            const float* const b = a + 4 * 16;
+            rows[i] = Form::scores((Sums)Simd::join(a, b), (Sums)Simd::join(a + 8, b + 8));
+        }
+        Simd::transpose_halves(rows);
         const int count = w.group - g < kBlock ? w.group - g : kBlock;
         float* const scores = w.scores + g * w.padded_columns + t;
 #pragma GCC unroll 8
         for (int i = 0; i < kBlock; i++)
-            if (i < count)
-                store(scores + i * w.padded_columns,
-                      Form::scores((Sums)rows[i], (Sums)rows[kBlock + i]));
+            if (i < count) store(scores + i * w.padded_columns, rows[i]);
     }
 
     // Of `count` columns from t on, elements d to d + kChunkDims: tiles of them, then products.
