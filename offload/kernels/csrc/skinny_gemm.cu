@@ -30,7 +30,9 @@ namespace {
 constexpr int kMostRows = 16;
 constexpr int kMostSize = 1 << 29;        // of depth and outputs: what they add up to stays an int
 constexpr int kBarrierBytes = 1024;       // at most 8 warps with 16 stages
+constexpr int kMostNormedRows = 8;        // that a product normalises by itself
 constexpr int kNormThreads = 1024;        // of the kernel that normalises rows apart
+constexpr int kNormVectors = 2;           // of 16 bytes, that a thread of it has at most
 constexpr int kMostNormBytes = 64 << 10;  // of a norm's weight and bias beside a ring
 
 // How the work is cut and where things lie in shared memory.
@@ -349,13 +351,70 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     }
 }
 
+// Normalises a row whose elements fit the block's registers, by 16 bytes; the norm's weight and
+// bias are read before the kernel ahead has ended. total(x) sums over the block.
+template <typename T, typename Total>
+__device__ __forceinline__ void normalize_wide_row(const OffloadSkinnyGemm& a, const T* from, T* to,
+                                                   Total total) {
+    constexpr int kWidth = 16 / sizeof(T);
+    const int vectors = a.depth / kWidth;
+    uint4 weight[kNormVectors], bias[kNormVectors];
+    float x[kNormVectors][kWidth];
+    auto each = [&](auto f) {
+#pragma unroll
+        for (int i = 0; i < kNormVectors; ++i) {
+            const int at = i * kNormThreads + static_cast<int>(threadIdx.x);
+            if (at < vectors) f(i, at);
+        }
+    };
+    each([&](int i, int at) {
+        if (a.norm.weight) weight[i] = static_cast<const uint4*>(a.norm.weight)[at];
+        if (a.norm.bias) bias[i] = static_cast<const uint4*>(a.norm.bias)[at];
+    });
+    wait_for_previous_kernel();
+    float mean = 0.f, square = 0.f;
+    each([&](int i, int at) {
+        unpack(__ldcg(reinterpret_cast<const uint4*>(from) + at), x[i], T());
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) mean += x[i][j];
+    });
+    mean = a.norm.kind == OFFLOAD_NORM_LAYER ? total(mean) / a.depth : 0.f;
+    each([&](int i, int) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            x[i][j] -= mean;
+            square += x[i][j] * x[i][j];
+        }
+    });
+    const float scale = 1.f / sqrtf(total(square) / a.depth + a.norm.eps);
+    each([&](int i, int at) {
+        float by[kWidth];
+        Vector<T> y;
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) x[i][j] *= scale;
+        if (a.norm.weight) {
+            unpack(weight[i], by, T());
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) x[i][j] *= by[j] + a.norm.weight_offset;
+        }
+        if (a.norm.bias) {
+            unpack(bias[i], by, T());
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) x[i][j] += by[j];
+        }
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) y.at[j] = from_float<T>(x[i][j]);
+        reinterpret_cast<Vector<T>*>(to)[at] = y;
+    });
+}
+
 // Normalises rows into `to`, at a pitch of `pitch` elements: one block a row.
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads)
-    normalize_rows_kernel(const OffloadSkinnyGemm a, T* to, int64_t pitch) {
+    normalize_rows_kernel(const OffloadSkinnyGemm a, T* to, int64_t pitch, bool wide) {
     __shared__ float scratch[33];
     let_next_kernel_begin();
-    wait_for_previous_kernel();
+    if (!wide) wait_for_previous_kernel();
     const T* x = static_cast<const T*>(a.input) + blockIdx.x * a.input_stride;
     const T* weight = static_cast<const T*>(a.norm.weight);
     const T* bias = static_cast<const T*>(a.norm.bias);
@@ -373,6 +432,10 @@ __global__ void __launch_bounds__(kNormThreads)
         return v;
     };
     float mean = 0.f, square = 0.f;
+    if (wide) {
+        normalize_wide_row(a, x, to + blockIdx.x * pitch, total);
+        return;
+    }
     if (a.norm.kind == OFFLOAD_NORM_LAYER) {
         for (int i = threadIdx.x; i < a.depth; i += blockDim.x) mean += to_float(x[i]);
         mean = total(mean) / a.depth;
@@ -456,8 +519,9 @@ struct Choice {
     Kernel kernel = nullptr;
     int index = 0;  // of the kernel, for what must be told to CUDA once
     int threads = 0;
-    int block = 0;  // elements of the depth at once
-    int parts = 0;  // of a staged block's chunk
+    int block = 0;   // elements of the depth at once
+    int parts = 0;   // of a staged block's chunk
+    int stages = 0;  // of a staged block, at most
 };
 
 template <class Math>
@@ -467,9 +531,12 @@ Choice choice(int index) {
 
 template <typename T, int kColumns, int kTile, int kChunkBytes>
 Choice staged(int index) {
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>, index, kStagedThreads,
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>,
+            index,
+            kStagedThreads,
             kChunkBytes / static_cast<int>(sizeof(T)),
-            StagedShape<kColumns, kTile, kChunkBytes>::kParts};
+            StagedShape<kColumns, kTile, kChunkBytes>::kParts,
+            StagedShape<kColumns, kTile, kChunkBytes>::kMostStages};
 }
 
 constexpr int kKernelCount = 17;
@@ -519,10 +586,12 @@ int64_t norm_pitch(const OffloadSkinnyGemm& a) { return round_up(a.depth * eleme
 
 int64_t norm_bytes(const OffloadSkinnyGemm& a) { return norm_pitch(a) * (a.norm.bias ? 2 : 1); }
 
-// Whether the staged form can take the norm along.
+// Whether the staged form can take the norm along. Of many rows that is more than a kernel ahead
+// takes: every block would do it for all of them.
 bool takes_norm(const OffloadSkinnyGemm& a) {
-    return a.norm.kind != OFFLOAD_NORM_NONE && a.input_statistics && input_is_wide(a) &&
-           aligned16(a.norm.weight) && aligned16(a.norm.bias) && norm_bytes(a) <= kMostNormBytes;
+    return a.rows <= kMostNormedRows && a.norm.kind != OFFLOAD_NORM_NONE && a.input_statistics &&
+           input_is_wide(a) && aligned16(a.norm.weight) && aligned16(a.norm.bias) &&
+           norm_bytes(a) <= kMostNormBytes;
 }
 
 int fma_ring_bytes(const Variant& v) { return v.warps * v.stages * v.tile * (v.chunk_bytes + 16); }
@@ -660,7 +729,8 @@ void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
     for (int tiles = (outputs - 1) / most + 1;; ++tiles) {
         p.tile_outputs = (outputs - 1) / tiles + 1;
         const int rows = ((p.tile_outputs - 1) / group + 1) * 16;
-        p.inputs_at = rows * v.chunk_bytes;
+        // Of a group's second 8 rows nothing is read where it has none.
+        p.inputs_at = (a.gated ? rows : (p.tile_outputs - 1) / 8 * 8 + 8) * v.chunk_bytes;
         p.sum_pitch = rows + 4;  // lanes write rows 2 apart to banks 8 apart
         const int values = a.rows * p.sum_pitch;
         const int left = call.choice.parts * values * static_cast<int>(sizeof(float));
@@ -672,7 +742,7 @@ void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
         p.norm_pitch = static_cast<int32_t>(norm_pitch(a));
         p.ring_at = p.norm_at + (p.normed ? static_cast<int32_t>(norm_bytes(a)) : 0);
         p.stages = std::min(
-            {v.stages, kMostStages, (device.shared_per_block - p.ring_at) / p.stage_bytes});
+            {v.stages, call.choice.stages, (device.shared_per_block - p.ring_at) / p.stage_bytes});
         if (p.stages >= 3 || p.tile_outputs <= group) break;
     }
     p.stages = std::max<int32_t>(p.stages, 2);
@@ -761,8 +831,11 @@ int prepare(const Choice& choice, const Device& device) {
 
 template <typename T>
 int launch_norm(const OffloadSkinnyGemm& a, int64_t pitch, void* stream) {
+    const bool wide = input_is_wide(a) && a.depth % (16 / sizeof(T)) == 0 &&
+                      aligned16(a.norm.weight) && aligned16(a.norm.bias) &&
+                      a.depth * sizeof(T) <= 16 * kNormVectors * kNormThreads;
     return launch("skinny_gemm: norm", normalize_rows_kernel<T>, dim3(a.rows), dim3(kNormThreads),
-                  0, stream, a.launch_early, a, reinterpret_cast<T*>(a.workspace), pitch);
+                  0, stream, a.launch_early, a, reinterpret_cast<T*>(a.workspace), pitch, wide);
 }
 
 template <typename T>

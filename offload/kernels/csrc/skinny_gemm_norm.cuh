@@ -39,7 +39,10 @@ struct Moments {
     float count, mean, deviations;
 
     __device__ __forceinline__ void add(const Moments& more) {
-        if (more.count == 0.f) return;
+        if (count == 0.f) {
+            *this = more;
+            return;
+        }
         const float total = count + more.count, share = more.count / total;
         const float apart = more.mean - mean;
         mean += apart * share;
@@ -47,13 +50,18 @@ struct Moments {
         count = total;
     }
 
-    // Adds the values of the warp's first `lanes` lanes.
-    __device__ __forceinline__ void add_warp(float x, int lanes, int lane) {
-        if (lanes <= 0) return;
-        const float shift = of_first_lane(x), n = static_cast<float>(lanes);
-        float sum = lane < lanes ? x - shift : 0.f, square = sum * sum;
+    // Adds some values, by a warp; share = 1 / values.
+    __device__ __forceinline__ void add_row(const float* from, int values, float share, int lane) {
+        const float shift = from[0];
+        float sum = 0.f, square = 0.f;
+        for (int i = lane; i < values; i += 32) {
+            const float x = from[i] - shift;
+            sum += x;
+            square += x * x;
+        }
         warp_sums(sum, square);
-        add({n, shift + sum / n, fmaxf(square - sum * sum / n, 0.f)});
+        const float mean = sum * share;
+        add({static_cast<float>(values), shift + mean, fmaxf(square - sum * mean, 0.f)});
     }
 };
 
@@ -109,34 +117,25 @@ __device__ __forceinline__ void fetch_norm(const OffloadSkinnyGemm& a, unsigned 
     }
 }
 
-// What is done to 8 columns of every row.
+// What the norm makes of 8 columns of a row, whose weight fetch_norm has put at `from`.
 template <typename T>
-struct RowAffine {
-    float weight[8], bias[8];
-
-    // From where fetch_norm has put these columns' weight.
-    __device__ __forceinline__ RowAffine(const OffloadNorm& norm, const unsigned char* from,
-                                         int pitch) {
+__device__ __forceinline__ uint4 normalise_row(uint4 raw, const OffloadNorm& norm, RowNorm row,
+                                               const unsigned char* from, int pitch) {
+    float x[8], by[8];
+    unpack(raw, x, T());
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            weight[i] = 1.f - norm.weight_offset;
-            bias[i] = 0.f;
-        }
-        if (norm.weight) unpack(*reinterpret_cast<const uint4*>(from), weight, T());
-        if (norm.bias) unpack(*reinterpret_cast<const uint4*>(from + pitch), bias, T());
+    for (int i = 0; i < 8; ++i) x[i] = (x[i] - row.mean) * row.scale;
+    if (norm.weight) {
+        unpack(*reinterpret_cast<const uint4*>(from), by, T());
 #pragma unroll
-        for (int i = 0; i < 8; ++i) weight[i] += norm.weight_offset;
+        for (int i = 0; i < 8; ++i) x[i] *= by[i] + norm.weight_offset;
     }
-
-    __device__ __forceinline__ uint4 of(uint4 raw, RowNorm row) const {
-        float x[8];
-        unpack(raw, x, T());
-        Vector<T> y;
+    if (norm.bias) {
+        unpack(*reinterpret_cast<const uint4*>(from + pitch), by, T());
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            y.at[i] = from_float<T>((x[i] - row.mean) * row.scale * weight[i] + bias[i]);
-        return *reinterpret_cast<const uint4*>(&y);
+        for (int i = 0; i < 8; ++i) x[i] += by[i];
     }
-};
+    return pack(x, T());
+}
 
 }  // namespace offload

@@ -22,11 +22,8 @@
 namespace offload {
 
 constexpr int kStagedThreads = 512;  // many warps, since each has few instructions to overlap
-constexpr int kMostStages = 6;
-constexpr int kStagedWarpsOfRow = 4;  // at a tile's end, at most: of 128 outputs
-// At the front of shared memory: each row's norm, and its outputs' statistics warp by warp.
-constexpr int kStagedHead =
-    kMostRows * static_cast<int>(sizeof(RowNorm) + kStagedWarpsOfRow * sizeof(Moments));
+// At the front of shared memory: each row's norm.
+constexpr int kStagedHead = kMostRows * static_cast<int>(sizeof(RowNorm));
 
 // How a staged block shares out its work, for the kernel and for the launcher.
 template <int kColumns, int kTile, int kChunkBytes>
@@ -42,11 +39,11 @@ struct StagedShape {
     static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
     static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
     static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
+    static constexpr int kMostStages = 6;
     static constexpr int kItems = (kTile * kColumns * 8 - 1) / kStagedThreads + 1;  // a thread
     static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
     static_assert(kTeams >= 1 && kParts * kTeams == kWarps, "whole groups");
     static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
-    static_assert(kTile <= 32 * kStagedWarpsOfRow, "room for statistics");
 };
 
 // A block's outputs, tile by tile and chunk by chunk. The chunks of a tile are `count` from
@@ -170,19 +167,19 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
         }
     };
     const unsigned char* const input_from =
-        static_cast<const unsigned char*>(a.input) +
-        copy_row * a.input_stride * static_cast<int64_t>(sizeof(T)) + copy_piece * 16;
-    const int64_t input_step =
-        Shape::kRowsAtOnce * a.input_stride * static_cast<int64_t>(sizeof(T));
+        static_cast<const unsigned char*>(a.input) + copy_piece * 16;
+    const int64_t input_row_bytes = a.input_stride * static_cast<int64_t>(sizeof(T));
     auto fetch_inputs = [&](int stage_at, int chunk) {
         const uint32_t to = copy_to + stage_at + p.inputs_at;
         const int skip = (first_chunk + chunk) * kChunkBytes;
         const bool there = skip + copy_piece * 16 < depth_bytes;
+        const unsigned char* const from = input_from + copy_row * input_row_bytes + skip;
 #pragma unroll
         for (int n = 0; n < Shape::kInputCopies; ++n)
             if (copy_row + n * Shape::kRowsAtOnce < a.rows)
-                copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
-                                     there ? input_from + n * input_step + skip : a.input, there);
+                copy_async16_or_zero(
+                    to + n * Shape::kRowsAtOnce * kChunkBytes,
+                    there ? from + n * Shape::kRowsAtOnce * input_row_bytes : a.input, there);
     };
     auto advance = [&] {
         ahead.advance(chunks);
@@ -196,61 +193,38 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     int begun = 0;
     for (; begun + 1 < p.stages && ahead.more(); ++begun) {
         fetch_weights(begun * p.stage_bytes);
-        commit_copies();
         advance();
     }
-    for (int s = begun; s + 1 < p.stages; ++s) commit_copies();
     wait_for_previous_kernel();
-
-    // These stages' activations come through registers: copies would be done only when those of all
-    // weights ahead of them are.
-    RowNorm* const row_norms = reinterpret_cast<RowNorm*>(shared);
-    {
-        uint4 x[kMostStages - 1][Shape::kInputCopies];
-#pragma unroll
-        for (int s = 0, chunk = turn; s < kMostStages - 1; ++s) {
-            const int skip = (first_chunk + chunk) * kChunkBytes;
-#pragma unroll
-            for (int n = 0; n < Shape::kInputCopies; ++n) {
-                x[s][n] = make_uint4(0, 0, 0, 0);
-                if (s < begun && copy_row + n * Shape::kRowsAtOnce < a.rows &&
-                    skip + copy_piece * 16 < depth_bytes)
-                    x[s][n] =
-                        __ldcg(reinterpret_cast<const uint4*>(input_from + n * input_step + skip));
-            }
-            if (++chunk == chunks) chunk = 0;
-        }
-        if (normed) find_row_norms(a, row_norms);
-#pragma unroll
-        for (int s = 0; s < kMostStages - 1; ++s)
-#pragma unroll
-            for (int n = 0; n < Shape::kInputCopies; ++n)
-                if (s < begun && copy_row + n * Shape::kRowsAtOnce < a.rows)
-                    *reinterpret_cast<uint4*>(shared + p.ring_at + s * p.stage_bytes + p.inputs_at +
-                                              (copy_row + n * Shape::kRowsAtOnce) * kChunkBytes +
-                                              (copy_piece ^ (copy_row & 1) << 2) * 16) = x[s][n];
+    for (int s = 0, chunk = turn; s + 1 < p.stages; ++s) {
+        if (s < begun) fetch_inputs(s * p.stage_bytes, chunk);
+        if (++chunk == chunks) chunk = 0;
+        commit_copies();
     }
+
+    RowNorm* const row_norms = reinterpret_cast<RowNorm*>(shared);
+    const int ring_at = p.ring_at;
     RowNorm norms[Shape::kInputCopies];
     if (normed) {
+        find_row_norms(a, row_norms);
         wait_for_copies(p.stages - 2);
         __syncthreads();  // the norm's weight and bias are here, and what was found of the rows
 #pragma unroll
         for (int n = 0; n < Shape::kInputCopies; ++n)
             norms[n] = row_norms[min(copy_row + n * Shape::kRowsAtOnce, a.rows - 1)];
     }
-    // Of what this thread has copied, and sees already.
+    // Normalises what this thread has copied, and sees already.
     auto normalise = [&](int stage_at, int chunk) {
         const int at = (first_chunk + chunk) * kChunkBytes + copy_piece * 16;
-        if (copy_row >= a.rows || at >= depth_bytes) return;
-        const RowAffine<T> affine(a.norm, shared + p.norm_at + at, p.norm_pitch);
+        if (at >= depth_bytes) return;
 #pragma unroll
         for (int n = 0; n < Shape::kInputCopies; ++n) {
             const int r = copy_row + n * Shape::kRowsAtOnce;
             if (r >= a.rows) break;
             uint4* const x =
-                reinterpret_cast<uint4*>(shared + p.ring_at + stage_at + p.inputs_at +
+                reinterpret_cast<uint4*>(shared + ring_at + stage_at + p.inputs_at +
                                          r * kChunkBytes + (copy_piece ^ (copy_row & 1) << 2) * 16);
-            *x = affine.of(*x, norms[n]);
+            *x = normalise_row<T>(*x, a.norm, norms[n], shared + p.norm_at + at, p.norm_pitch);
         }
     };
 
@@ -259,7 +233,6 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     const int row = lane / 4, swap = (row & 1) << 2;
 
     // Everything that a step's addresses have in common with those of other chunks.
-    const int ring_at = p.ring_at;
     const unsigned char* const weights = shared + ring_at + (group * 16 + row) * kChunkBytes;
     int place[Shape::kOwnSteps], input_place[Shape::kOwnSteps][kColumns];
 #pragma unroll
@@ -277,7 +250,9 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 
     constexpr int kSets = kColumns == 1 ? 2 : 1;  // products that add to the same sums wait
     float sums[kSets][Shape::kOwnGroups][kColumns][4] = {};
-    int next_group = 0;  // how far behind this one it lies
+    // How far behind the first 8 rows of a group the others lie, and the next group behind it: 0
+    // where there are none.
+    int next_rows[Shape::kOwnGroups] = {}, next_group = 0;
     auto multiply = [&](int stage_at) {
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
@@ -286,7 +261,7 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             for (int g = 0; g < Shape::kOwnGroups; ++g) {
                 const unsigned char* from = weights + stage_at + place[own] + g * next_group;
                 low[g] = *reinterpret_cast<const uint4*>(from);
-                high[g] = *reinterpret_cast<const uint4*>(from + 8 * kChunkBytes);
+                high[g] = *reinterpret_cast<const uint4*>(from + next_rows[g]);
             }
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
@@ -308,7 +283,7 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     const int n = threadIdx.x % width, rows_at_once = kStagedThreads / width;
     const int first_row = threadIdx.x / width;
     T bias = {}, up_bias = {}, residual[Shape::kItems] = {};
-    Moments moments[Shape::kItems] = {};  // of this warp's outputs
+    Moments moments = {};  // of the outputs of row `warp`
 
     // The stage that was used last is the next to be filled.
     int stage_at = 0, free_at = (p.stages - 1) * p.stage_bytes, chunk = turn;
@@ -329,6 +304,9 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
                 }
         }
         const int groups = a.gated ? (at.outputs + 7) / 8 : (at.outputs + 15) / 16;
+#pragma unroll
+        for (int g = 0; g < Shape::kOwnGroups; ++g)
+            next_rows[g] = a.gated || at.outputs > (group + g) * 16 + 8 ? 8 * kChunkBytes : 0;
         if (Shape::kOwnGroups > 1) next_group = group + 1 < groups ? 16 * kChunkBytes : 0;
         for (int more = chunks; more > 0; --more) {
             wait_for_copies(p.stages - 2);
@@ -375,60 +353,52 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             (&sums[0][0][0][0])[i] = 0.f;
         __syncthreads();
         float* const others = reinterpret_cast<float*>(shared + p.sums_at) + tile % 2 * values;
-        for (int i = threadIdx.x; i < values; i += kStagedThreads) {
-            float x = left[i];
+        auto whole = [&](const float* from) {
+            float x = from[0];
 #pragma unroll
-            for (int other = 1; other < Shape::kParts; ++other) x += left[other * values + i];
-            left[i] = x;
-        }
+            for (int other = 1; other < Shape::kParts; ++other) x += from[other * values];
+            return x;
+        };
 #ifdef OFFLOAD_HAS_CLUSTERS
         if (splits > 1) {
             // A place is written again two tiles later, when the barrier between has been passed.
             if (tile == 0) cluster_wait();
             if (rank > 0)
                 for (int i = threadIdx.x; i < values; i += kStagedThreads)
-                    store_to_block(others + i, 0, left[i]);
+                    store_to_block(others + i, 0, whole(left + i));
             cluster_arrive();
             cluster_wait();
         }
 #endif
         if (rank > 0) continue;
-        __syncthreads();
         const int weight_row = a.gated ? n / 8 * 16 + n % 8 : n;
 #pragma unroll
         for (int i = 0; i < Shape::kItems; ++i) {
             const int r = first_row + i * rows_at_once;
             if (r >= a.rows) break;
-            T rounded = {};
-            if (n < at.outputs) {
-                const float* const sum = left + r * p.sum_pitch + weight_row;
-                const float* const other = others + r * p.sum_pitch + weight_row;
-                auto product = [&](int m) { return splits > 1 ? sum[m] + other[m] : sum[m]; };
-                float y = activate(product(0) + to_float(bias), a.activation);
-                if (a.gated) y *= product(8) + to_float(up_bias);
-                if (a.residual) y += to_float(residual[i]);
-                rounded = from_float<T>(y);
-                static_cast<T*>(a.output)[r * a.output_stride + at.output + n] = rounded;
-            }
-            // A warp has one row's: a gate has no statistics.
-            if (a.output_statistics)
-                moments[i].add_warp(to_float(rounded), min(at.outputs - n / 32 * 32, 32), lane);
+            if (n >= at.outputs) continue;
+            float* const sum = left + r * p.sum_pitch + weight_row;
+            const float* const other = others + r * p.sum_pitch + weight_row;
+            auto product = [&](int m) {
+                return splits > 1 ? whole(sum + m) + other[m] : whole(sum + m);
+            };
+            float y = activate(product(0) + to_float(bias), a.activation);
+            if (a.gated) y *= product(8) + to_float(up_bias);
+            if (a.residual) y += to_float(residual[i]);
+            const T rounded = from_float<T>(y);
+            static_cast<T*>(a.output)[r * a.output_stride + at.output + n] = rounded;
+            // Nobody else has read this sum. (A gate leaves no statistics.)
+            if (a.output_statistics) *sum = to_float(rounded);
+        }
+        if (a.output_statistics) {
+            const float share = 1.f / static_cast<float>(at.outputs);
+            __syncthreads();
+            if (warp < a.rows) moments.add_row(left + warp * p.sum_pitch, at.outputs, share, lane);
         }
     }
-
-    if (!a.output_statistics || rank > 0) return;
-    Moments* const warps_of_row = reinterpret_cast<Moments*>(row_norms + kMostRows);
-#pragma unroll
-    for (int i = 0; i < Shape::kItems; ++i) {
-        const int r = first_row + i * rows_at_once;
-        if (lane == 0 && r < a.rows) warps_of_row[r * kStagedWarpsOfRow + n / 32] = moments[i];
-    }
-    __syncthreads();
-    if (threadIdx.x >= a.rows) return;
-    Moments all = {};
-    for (int i = 0; i < width / 32; ++i) all.add(warps_of_row[threadIdx.x * kStagedWarpsOfRow + i]);
-    reinterpret_cast<float2*>(a.output_statistics)[threadIdx.x * teams + team] =
-        make_float2(all.mean, all.deviations);
+    if (a.output_statistics && rank == 0 && warp < a.rows && lane == 0)
+        reinterpret_cast<float2*>(a.output_statistics)[warp * teams + team] =
+            make_float2(moments.mean, moments.deviations);
 }
 
 }  // namespace offload
