@@ -111,11 +111,15 @@ def plan_run(
 def _hardware(
     dtype: torch.dtype, config: OffloadConfig, files: Sequence[str], home: Path
 ) -> tuple[Hardware, tuple[str, ...]]:
-    """This machine's rates, and what to say of them."""
+    """This machine's rates, and what to say of them. What was kept may lack products of a dtype."""
     kept = kept_hardware(None, config.compute)
-    if kept is not None:
+    if kept is not None and kept.link_up is not None and kept.multiplies(_name(dtype)):
         return kept, ()
     return quick_hardware(config.compute, dtype, tuple(files), home), (QUICK,)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _engine(

@@ -67,6 +67,7 @@ def quick_hardware(
         except (OffloadError, RuntimeError, MemoryError) as error:
             reason = str(error)
         absent = {} if reason is None else {"cpu_attention": reason}
+        torch.cuda.empty_cache()  # a plan counts on all of the memory
     else:
         rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)
     try:

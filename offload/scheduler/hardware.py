@@ -81,8 +81,7 @@ class Hardware:
 
         A dtype that was not measured has the rate of another as wide. Raises HardwareError.
         """
-        alike = {"float16": "bfloat16", "bfloat16": "float16"}
-        curve = self.matrix.get(dtype) or self.matrix.get(alike.get(dtype, ""))
+        curve = self._products(dtype)
         if not curve:
             raise self.lacks(f"the matrix rate of {dtype}", "matrix")
         first, last = curve[0], curve[-1]
@@ -93,6 +92,14 @@ class Hardware:
                 share = math.log(rows / x0) / math.log(x1 / x0)
                 return y0 * (y1 / y0) ** share
         return last[1]
+
+    def multiplies(self, dtype: str) -> bool:
+        """Whether `matrix_rate` knows the dtype."""
+        return bool(self._products(dtype))
+
+    def _products(self, dtype: str) -> Curve:
+        alike = {"float16": "bfloat16", "bfloat16": "float16"}
+        return self.matrix.get(dtype) or self.matrix.get(alike.get(dtype, ""), ())
 
     def attention_rate(self, group: int) -> float | None:
         """Bytes of keys and values per second that the CPU attends to, alone, for `group` queries

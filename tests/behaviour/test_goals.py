@@ -50,7 +50,7 @@ def hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 
 def run(folder: Path, **options: Any) -> Any:
-    return offload.run(folder, device="cpu", dtype=torch.float32, **{**JOB, **options})
+    return offload.run(folder, **{"device": "cpu", "dtype": torch.float32, **JOB, **options})
 
 
 def greedy(model: Any, batch: int, prompt: int = 12, new: int = 4) -> torch.Tensor:
@@ -154,6 +154,15 @@ def test_a_machine_that_was_not_measured_is_measured_in_seconds_and_the_report_s
     ((device, dtype, files, _),) = asked
     assert (device, dtype) == (CPU, torch.float32)
     assert files and all(file.endswith(".safetensors") for file in files)
+
+
+def test_rates_that_lack_the_models_dtype_are_not_used(
+    variant_folder: Callable[[str], Path], hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = replace(hardware, matrix={"bfloat16": ((1, 1e9), (64, 4e10))})
+    monkeypatch.setattr(planned, "quick_hardware", lambda *arguments: quick)
+    with run(variant_folder("llama"), goal="latency", dtype=torch.bfloat16) as model:
+        assert "`offload info --measure`" in str(model.offload.report())
 
 
 def test_without_a_goal_nothing_is_measured(
