@@ -220,9 +220,8 @@ class FusedEngine(NotCopied):
         for index, (layer, kv) in enumerate(zip(layers, kept, strict=True)):
             with self._told(index, index), layer.in_place(self._stream) as (_, weights):
                 prompt.run(layer.spec, weights, kv)
-        arriving = prompt.finish()
+        prompt.finish()
         if request.cache is not None:
-            common_of(request.cache).arriving = arriving
             for kept_layer in layers_of(request.cache):
                 kept_layer.length = request.past + tokens
         norm = self._last_norm.norm()

@@ -41,7 +41,7 @@ class KvCommon:
     max_length: int = 0  # columns that will be needed in the end; 0: unknown
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
     host: HostKv | None = None  # where the last rows' keys and values go; None: no row's
-    arriving: Any = None  # the point at which all of them that were issued are there
+    arriving: Any = None  # the point at which all that was sent there has arrived
     share: GpuShare | None = None  # the rows whose place is not there
 
     def __deepcopy__(self, memo: Any) -> KvCommon:
@@ -188,6 +188,7 @@ class KvLayer(CacheLayerMixin):
             states = states[:, :: self.copies]  # of several equal heads one is kept
             above[:, :, self.length : end] = states[:split]
             if below is not None:
+                self.common.settle()
                 below[:, :, self.length : end] = states[split:]
         self.length = end
         keys, values = self.keys, self.values

@@ -115,15 +115,12 @@ class Prompt:
                 kept = kv.key_buffer[rows], kv.value_buffer[rows]
                 run_block(spec, weights, hidden, *kept, chunk.work)
 
-    def finish(self) -> Any:
-        """The point at which all keys and values are in CPU memory. What is computed from now on
-        comes after it, as the stages' memory is given back.
+    def finish(self) -> None:
+        """What is computed from now on comes after the last copy, as the stages' memory is given
+        back.
         """
-        room = self._room
-        last = room.points[1 - room.turn]
-        for point in room.points:
+        for point in self._room.points:
             self._copies.wait(point)
-        return last
 
     def _through_stage(
         self,
@@ -142,13 +139,13 @@ class Prompt:
         skip = self._hidden.shape[0] - kv.host_keys.shape[0]
         rows = slice(chunk.first - skip, chunk.last - skip)
         kept = kv.host_keys[rows], kv.host_values[rows]
-        if self._past:  # what earlier turns left is seen, too
-            kv.common.settle()
+        if self._past:  # what earlier turns left is seen, too; it was there when they finished
             for staged, own in zip(stage, kept, strict=True):
                 self._copies.up(_columns(staged, 0, self._past), _columns(own, 0, self._past))
         run_block(spec, weights, hidden, *stage, chunk.work)
         for staged, own in zip(stage, kept, strict=True):
-            room.points[turn] = self._copies.down(
+            # Noted at once: a pass that breaks off leaves copies on their way.
+            kv.common.arriving = room.points[turn] = self._copies.down(
                 _columns(own, self._past, self._end), _columns(staged, self._past, self._end)
             )
 

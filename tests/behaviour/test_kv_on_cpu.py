@@ -167,6 +167,38 @@ def test_turns_over_one_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     assert close(turns(model, copy.deepcopy), want)
 
 
+def test_a_pass_that_breaks_off_leaves_no_copy_behind(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had sent on its way does not cover what is kept later."""
+    plain, model = pair
+    engine = engine_of(model)
+    late = LateCopies()
+    monkeypatch.setattr(engine.host_kv, "copies", late)
+    monkeypatch.setattr(engine, "_copies", late)
+    name, ids = exactness.name_of_cache(plain), prompts(3, 12)
+    real, calls = prompt.run_block, []
+
+    def broken(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with torch.no_grad():
+        cache = model(ids[:, :5])[name]
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(prompt, "run_block", broken)
+            model(ids[:, 6:11], **{name: cache})
+        assert late.waiting and cache.get_seq_length() == 5
+        model(ids[:, 5:6], output_hidden_states=True, **{name: cache})  # by transformers' modules
+        got = [model(ids[:, 6:7], **{name: cache}).logits[:, -1]]
+        got.append(model(ids[:, 7:10], **{name: cache}).logits[:, -1])
+        want = plain(ids[:, :10]).logits
+    engine.unserved.clear()
+    assert close(got[0], want[:, 6]) and close(got[1], want[:, 9])
+
+
 def test_rows_move_between_the_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reordered, selected, repeated, cropped, also while copies are on their way."""
     engine = engine_of(pair[1])
