@@ -148,7 +148,7 @@ def passes_of(forwards: list[int], live: int) -> int:
     return passes
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_jobs_join_and_leave_in_any_order(model: Any, data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=6), label="new tokens")
@@ -196,6 +196,27 @@ def test_a_batch_is_split_and_joined(model: Any) -> None:
         whole, micro_batch_size=3, return_dict_in_generate=True, num_beams=2, **options
     )
     assert [len(o.sequences) for o in outputs] == [3, 3, 1]
+
+
+@settings(max_examples=8)
+@given(
+    rows=st.integers(1, 7),
+    size=st.integers(1, 8),
+    live=st.none() | st.integers(1, 3),
+    beams=st.integers(1, 2),
+)
+def test_any_split_is_its_pieces(
+    model: Any, rows: int, size: int, live: int | None, beams: int
+) -> None:
+    whole = variants.inputs("llama", rows=rows, length=5, seed=rows)
+    whole["attention_mask"][rows // 2, :2] = 0
+    options: Request = {"max_new_tokens": 3, "do_sample": False, "num_beams": beams}
+    pieces = [
+        model.generate(**{k: v[i : i + size] for k, v in whole.items()}, **options)
+        for i in range(0, rows, size)
+    ]
+    got = model.offload.generate(whole, micro_batch_size=size, live=live, **options)
+    assert torch.equal(got, torch.cat(pieces))
 
 
 def test_prompts_in_pieces_beside_others_that_decode(model: Any) -> None:
