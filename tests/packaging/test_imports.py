@@ -14,15 +14,16 @@ from source_tree import ROOT
 # Which parts a part may reach, directly or through modules that are no part themselves.
 MAY_REACH = {
     "errors": set(),
+    "trace": set(),
     "aio": set(),
     "kernels": set(),
     "scheduler": {"errors"},
     "checkpoint": {"errors"},
-    "store": {"aio", "checkpoint", "errors", "scheduler"},
-    "models": {"aio", "checkpoint", "errors", "kernels", "scheduler", "store"},
-    "packed": {"aio", "checkpoint", "errors", "kernels", "models", "scheduler", "store"},
+    "store": {"aio", "checkpoint", "errors", "scheduler", "trace"},
+    "models": {"aio", "checkpoint", "errors", "kernels", "scheduler", "store", "trace"},
+    "packed": {"aio", "checkpoint", "errors", "kernels", "models", "scheduler", "store", "trace"},
     "config": {"errors", "scheduler"},
-    "report": {"errors", "scheduler"},
+    "report": {"errors", "scheduler", "trace"},
 }
 MAY_REACH["api"] = set(MAY_REACH)
 # These stand on everything, and nobody on them: the package's face, and its commands.
