@@ -203,7 +203,7 @@ class Report:
             "predicted to work in a decode step: "
             + ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in busy),
         ]
-        if self.median_seconds is not None:
+        if self.median_seconds is not None and job.gen > 2:  # most passes are decode steps then
             share = self.median_seconds / decode.seconds - 1
             lines.append(
                 f"a decode step: predicted {decode.seconds * 1e3:.4g} ms, the median pass took "
