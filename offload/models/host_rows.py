@@ -103,6 +103,7 @@ class HostRows:
         self._copies = copies
         self._step = CpuStep(self.count)
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
+        self._attentions: dict[int, HostAttention] = {}
         self._length = torch.zeros(self.count, dtype=torch.int32)
         self._start = torch.zeros_like(self._length) if padded else None
         self.column = torch.zeros(1, dtype=torch.int32, device=entry.hidden.device)
@@ -122,14 +123,21 @@ class HostRows:
     def attention(
         self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
     ) -> HostCall:
-        """The call that puts the attention of the layer `index` in out [rows, width], behind its
-        exchange's `send`.
+        """The call that puts the attention of the layer `index` in out [rows, width], behind the
+        launch of its exchange.
         """
+        exchange = self.exchange(spec.layout)
+        if index not in self._attentions:  # one for all slots
+            self._attentions[index] = self._make(index, spec, slopes, exchange)
+        return HostCall(self, exchange, self._attentions[index], out, first=index == 0)
+
+    def _make(
+        self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, exchange: Exchange
+    ) -> HostAttention:
         keys, values = self._layers[index]
         assert keys is not None and values is not None
-        exchange = self.exchange(spec.layout)
         query, new_key, new_value = exchange.sent
-        attention = HostAttention(
+        return HostAttention(
             query,
             list(keys),
             list(values),
@@ -143,7 +151,6 @@ class HostRows:
             softcap=spec.softcap,
             window=spec.window,
         )
-        return HostCall(self, exchange, attention, out, first=index == 0)
 
     def begin(self, first: bool) -> CpuStep:
         """A layer's attention begins, perhaps the first one of a step."""
