@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from offload.aio import AioError
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.kernels.host_library import why_not_host
 from offload.measure.cache import kept_hardware
-from offload.measure.quick import quick_hardware
+from offload.measure.machine import disk_of
+from offload.measure.quick import quick_disk, quick_hardware
 from offload.models.host_rows import why_not_on_cpu
 from offload.models.parts import ModelParts
 from offload.models.profile import built_profile
@@ -114,6 +117,9 @@ def _hardware(
     """This machine's rates, and what to say of them. What was kept may lack products of a dtype."""
     kept = kept_hardware(None, config.compute)
     if kept is not None and kept.link_up is not None and kept.multiplies(_name(dtype)):
+        if files and disk_of(Path(files[0]).resolve().parent) != kept.machine.disk:
+            with contextlib.suppress(AioError, OSError):  # then it is as good a guess as any
+                kept = replace(kept, disk=quick_disk(files, home))  # weights are on another one
         return kept, ()
     return quick_hardware(config.compute, dtype, tuple(files), home), (QUICK,)
 

@@ -26,7 +26,7 @@ def this_machine(folder: str | os.PathLike[str], device: torch.device) -> Machin
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
         host_memory=host_memory_total(),
-        disk=_disk(Path(folder)),
+        disk=disk_of(Path(folder)),
     )
 
 
@@ -45,7 +45,7 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def _disk(folder: Path) -> str:
+def disk_of(folder: Path) -> str:
     """The file system that holds `folder`, or will: its device and kind."""
     folder = folder.expanduser().absolute()
     while not folder.exists():

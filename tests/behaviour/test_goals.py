@@ -156,6 +156,23 @@ def test_a_machine_that_was_not_measured_is_measured_in_seconds_and_the_report_s
     assert files and all(file.endswith(".safetensors") for file in files)
 
 
+def test_the_disk_that_counts_is_that_of_the_weights(
+    variant_folder: Callable[[str], Path], hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(planned, "quick_disk", lambda *a: asked.append(a) or 7e8)
+    monkeypatch.setattr(planned, "disk_of", lambda folder: hardware.machine.disk)
+    limits = {0: "1MB", "cpu": "1MB"}
+    run(variant_folder("llama"), goal="fits", max_memory=limits).offload.close()
+    assert asked == []
+    monkeypatch.setattr(planned, "disk_of", lambda folder: "another")
+    with run(variant_folder("llama"), goal="fits", max_memory=limits) as model:
+        found = model.offload.planned.choice
+    assert len(asked) == 1 and found.setting.nvme == 3
+    nbytes = model.offload.plan.streamed_bytes
+    assert found.decode.busy["disk"] == pytest.approx(nbytes / 7e8)
+
+
 def test_rates_that_lack_the_models_dtype_are_not_used(
     variant_folder: Callable[[str], Path], hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
