@@ -75,7 +75,7 @@ def host_library_with_tiles() -> Path:
     files = _host_files()
     _emulate_tiles(files, commands)
     # Other paths take most of the time to compile, and are not what it is for.
-    others = [source for source in commands if "path" in source and source != "path_amx.cpp"]
+    others = ("path_portable.cpp", "path_avx2.cpp")
     files["others.cpp"] = '#include "job.hpp"\nnamespace offload_host {\n'
     for source in others:
         files["others.cpp"] += f"void run_{source[5:-4]}(Job&, int) {{ __builtin_trap(); }}\n"
@@ -114,7 +114,7 @@ def _emulate_tiles(files: dict[str, str], commands: dict[str, list[str]]) -> Non
     files["host_amx.hpp"] = (HERE / "host_amx.hpp").read_text()
     for name, real, emulated in (
         ("tiles.hpp", "_tile_", "emulated::tile_"),
-        ("path_amx.cpp", "#define OFFLOAD_HOST_TILES", '#include "host_amx.hpp"\n\\g<0>'),
+        ("path_amx.cpp", '#include "tiles.hpp"', '#include "host_amx.hpp"\n\\g<0>'),
         ("library.cpp", r"if \(has_tiles\(\)\)", "if (has_tiles() || true)"),
     ):
         files[name], count = re.subn(real, emulated, files[name])

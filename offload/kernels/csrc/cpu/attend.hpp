@@ -11,13 +11,6 @@
 
 #include "convert.hpp"
 #include "floats.hpp"
-#if defined(OFFLOAD_HOST_PAIRS)
-#include "integers.hpp"
-#include "pairs.hpp"
-#endif
-#if defined(OFFLOAD_HOST_TILES)
-#include "tiles.hpp"
-#endif
 
 namespace {
 
@@ -109,7 +102,7 @@ void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
     }
 }
 
-#if defined(OFFLOAD_HOST_PAIRS)
+#if defined(OFFLOAD_HOST_EXP2)
 // The same where nothing but a scale stands between products and scores, and queries have sixteen
 // bits: weights to 2^-22 of them.
 void weigh_plainly(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
@@ -207,7 +200,7 @@ void attend(Job& job, int worker) {
         load_queries(job, item, w.queries);
         Kind::prepare(w);
         Kind::read_keys(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
-#if defined(OFFLOAD_HOST_PAIRS)
+#if defined(OFFLOAD_HOST_EXP2)
         if (c.query_dtype != OFFLOAD_HOST_F32 && c.softcap == 0 && c.slopes == nullptr &&
             c.scale > 0)
             weigh_plainly(job, item, w, ahead);
@@ -230,72 +223,6 @@ void attend(Job& job, int worker) {
         if (last_part(job, item)) merge(job, item, w, first);
     }
     Kind::end();
-}
-
-// Adds up the words of what attend() would read, in the same order and with the same prefetches.
-void read_only(Job& job, int) {
-    const OffloadHostAttention& c = job.call;
-    const int64_t row_bytes = int64_t(c.head_dim) * offload_host::element_bytes(c.cache_dtype);
-    constexpr int64_t kStep = 8 * sizeof(Simd::W);
-    Ahead ahead(c);
-    Simd::W sums[8] = {};
-    uint64_t rest = 0;
-    const auto read = [&](const char* p, int64_t bytes) {
-        const char* const end = p + bytes;
-        for (; end - p >= kStep; p += kStep) {
-            ahead.pass(kStep);
-            for (int i = 0; i < 8; i++) {
-                Simd::W words;
-                __builtin_memcpy(&words, p + i * sizeof words, sizeof words);
-                sums[i] += words;
-            }
-        }
-        for (; p < end; p += 8) {
-            uint64_t word = 0;
-            __builtin_memcpy(&word, p, end - p < 8 ? size_t(end - p) : 8);
-            rest += word;
-        }
-    };
-    Item item, next;
-    for (bool any = take(job, &item); any; item = next) {
-        const int64_t bytes = (item.end - item.begin) * row_bytes;
-        ahead.enter(item.keys, item.values, bytes, 2 * bytes);
-        read(item.keys, bytes);
-        any = take(job, &next);
-        if (any) ahead.follow(next.keys, (next.end - next.begin) * row_bytes);
-        read(item.values, bytes);
-    }
-    for (int i = 0; i < 8; i++)
-        for (unsigned j = 0; j < sizeof(Simd::W) / 8; j++) rest += sums[i][j];
-    offload_host::add_checksum(job, rest);
-}
-
-void run(Job& job, int worker) {
-    if (job.call.read_only) return read_only(job, worker);
-    [[maybe_unused]] const bool halves = job.call.query_dtype != OFFLOAD_HOST_F32;
-#if defined(OFFLOAD_HOST_TILES)
-    if (halves && job.group >= kLeastGroup && job.call.head_dim % kChunkDims == 0 &&
-        job.chunk <= kMostSummed) {
-        if (job.call.cache_dtype == OFFLOAD_HOST_BF16) return attend<Tiles<HalfTiles>>(job, worker);
-        if (job.call.cache_dtype == OFFLOAD_HOST_I8) return attend<Tiles<WholeTiles>>(job, worker);
-    }
-#endif
-#if defined(OFFLOAD_HOST_PAIRS)
-    if (job.call.cache_dtype == OFFLOAD_HOST_BF16 && job.call.query_dtype == OFFLOAD_HOST_BF16)
-        return attend<Pairs>(job, worker);
-    if (job.call.cache_dtype == OFFLOAD_HOST_I8 && halves && job.chunk <= kMostSummed)
-        return attend<Integers>(job, worker);
-#endif
-    switch (job.call.cache_dtype) {
-        case OFFLOAD_HOST_F32:
-            return attend<Floats<F32>>(job, worker);
-        case OFFLOAD_HOST_F16:
-            return attend<Floats<F16>>(job, worker);
-        case OFFLOAD_HOST_BF16:
-            return attend<Floats<BF16>>(job, worker);
-        default:
-            return attend<Floats<I8>>(job, worker);
-    }
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// AVX2 with FMA and F16C: attend.hpp compiled for it.
+// AVX2 with FMA and F16C: floats_path.hpp compiled for it.
 #include "simd_avx2.hpp"
 //
-#include "attend.hpp"
+#include "floats_path.hpp"
 
 namespace offload_host {
 void run_avx2(Job& job, int worker) { run(job, worker); }

@@ -1,7 +1,7 @@
-// AVX-512: attend.hpp compiled for it.
+// AVX-512: floats_path.hpp compiled for it.
 #include "simd_avx512.hpp"
 //
-#include "attend.hpp"
+#include "floats_path.hpp"
 
 namespace offload_host {
 void run_avx512(Job& job, int worker) { run(job, worker); }

@@ -1,7 +1,7 @@
-// Any CPU: attend.hpp compiled for it.
+// Any CPU: floats_path.hpp compiled for it.
 #include "simd_portable.hpp"
 //
-#include "attend.hpp"
+#include "floats_path.hpp"
 
 namespace offload_host {
 void run_portable(Job& job, int worker) { run(job, worker); }

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#define OFFLOAD_HOST_EXP2  // Simd::exp2_of is there
+
 namespace {
 
 struct Simd {
@@ -127,18 +129,6 @@ struct Simd {
             rows[12 + c] = (V)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
         }
     }
-    // 2^x to about 2^-22 of it, zero below -150; NaN stays NaN. The polynomial is 2^x on [-1/2,
-    // 1/2] at Chebyshev's points.
-    static V exp2_of(V x) {
-        const __m512 inside = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);
-        const V n = (V)_mm512_roundscale_ps(inside, 0), r = (V)inside - n;
-        V y = r * 1.339086336e-03f + 9.676031918e-03f;
-        y = y * r + 5.550357114e-02f;
-        y = y * r + 2.402210749e-01f;
-        y = y * r + 6.931471880e-01f;
-        y = y * r + 1.000000075e+00f;
-        return (V)_mm512_scalef_ps((__m512)y, (__m512)n);
-    }
     // The nearest integers, of 16 bits, as 256 * high + low.
     static void store_codes(const V (&v)[4], int8_t* high, int8_t* low) {
         const Shorts ab = shorts(v[0], v[1]), cd = shorts(v[2], v[3]);
@@ -159,6 +149,18 @@ struct Simd {
         store_bytes(low, (P)((a_rest >> 16 & 0xffff) | (b_rest & mask)));
     }
 #endif
+    // 2^x to about 2^-22 of it, zero below -150; NaN stays NaN. The polynomial is 2^x on [-1/2,
+    // 1/2] at Chebyshev's points.
+    static V exp2_of(V x) {
+        const __m512 inside = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);
+        const V n = (V)_mm512_roundscale_ps(inside, 0), r = (V)inside - n;
+        V y = r * 1.339086336e-03f + 9.676031918e-03f;
+        y = y * r + 5.550357114e-02f;
+        y = y * r + 2.402210749e-01f;
+        y = y * r + 6.931471880e-01f;
+        y = y * r + 1.000000075e+00f;
+        return (V)_mm512_scalef_ps((__m512)y, (__m512)n);
+    }
     static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register
     static float sum(V v) {
         const __m256 eight =
