@@ -87,6 +87,7 @@ class Row:
     rate: tuple[float, float] | None = None  # tokens a second of the whole
     gpu: tuple[int, int] | None = None  # bytes that the plan counts, and PyTorch's peak
     seconds: float = 0.0  # that the case took
+    picture: list[str] = field(default_factory=list)  # of a decode step, where it was asked for
 
     @property
     def errors(self) -> list[float]:
@@ -191,23 +192,26 @@ def measure_predictions(
     gen: int,
     rates: str,
     say: Callable[[str], None] = lambda line: None,
+    pictures: bool = False,
 ) -> Predictions:
-    """Plan and run every case, one after the other."""
+    """Plan and run every case, one after the other; with `pictures` each makes some tokens more
+    under a trace.
+    """
     result = Predictions(prompt, gen, _name(device), rates)
     for case in cases:
         start = time.perf_counter()
         row = Row(case)
         try:
-            _run(row, device, prompt, gen)
+            _run(row, device, prompt, gen, pictures)
         except Exception as error:  # the other cases are worth having, whatever it was
             row.problem = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         row.seconds = time.perf_counter() - start
         result.rows.append(row)
-        say("  ".join(cell for cell in row.cells() if cell))
+        say("\n    ".join(["  ".join(cell for cell in row.cells() if cell), *row.picture]))
     return result
 
 
-def _run(row: Row, device: torch.device, prompt: int, gen: int) -> None:
+def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) -> None:
     case = row.case
     wishes = None if case.weights is None else Wishes.of(case.weights)
     subject = Subject(case.shape, None, None, device, wishes, case.layers)
@@ -234,6 +238,8 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int) -> None:
             work = Workload(how.batch, prompt, gen, GENERATIONS)
             timing = measure(model, work, device)
             peak = gpu_peaks(device)[0]
+            if pictures:
+                row.picture = _picture(model, work, device)
     row.layers = (how.resident, how.cpu, how.nvme)
     row.batch, row.on_cpu, row.limit = how.batch, how.cpu_sequences, found.limit
     row.prefill = (found.prefill_seconds, timing.prefills[-1])
@@ -241,6 +247,15 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int) -> None:
         row.step = (found.decode.seconds, timing.step)
     row.rate = (found.rate, how.batch * gen / timing.totals[-1])
     row.gpu = (found.memory.device, peak) if device.type == "cuda" else None
+
+
+def _picture(model: Any, work: Workload, device: torch.device) -> list[str]:
+    """The median pass of some: with a prefill and three steps, a step."""
+    ids = work.prompts(model.config.get_text_config(decoder=True).vocab_size, device)
+    with model.offload.trace():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    report = model.offload.report()
+    return report.picture.lines(report.predicted)
 
 
 def _pair(found: tuple[float, float] | None, scale: float) -> tuple[str, str, str]:

@@ -34,6 +34,11 @@ def add_parser(benchmarks: Any) -> None:
         help="measure all of this machine first, where that is not kept (under a minute; default: "
         "what a plan cannot do without, in seconds)",
     )
+    parser.add_argument(
+        "--pictures",
+        action="store_true",
+        help="also a page of a decode step: what each resource did, and was predicted to do",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -63,6 +68,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.measure:
         measured_hardware(None, device, progress=say)
     rates = "measured before, and kept" if kept_hardware(None, device) else "measured in seconds"
-    result = measure_predictions(cases, device, args.prompt_len, args.gen_len, rates, say)
+    result = measure_predictions(
+        cases, device, args.prompt_len, args.gen_len, rates, say, args.pictures
+    )
     print(json.dumps(result.as_dict()) if args.json else result)
     return 1 if any(row.problem for row in result.rows) else 0

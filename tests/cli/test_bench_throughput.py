@@ -82,9 +82,10 @@ def test_a_planned_run_has_the_batch_that_was_chosen(program: Any) -> None:
 def test_plans_beside_what_they_become(program: Any) -> None:
     done = program(
         "bench", "plan", "--device", "cpu", "--prompt-len", 8, "--gen-len", 3, "--layers", 4,
-        "--case", "tiny-deep", "--json",
+        "--case", "tiny-deep", "--pictures", "--json",
     )  # fmt: skip
     assert done.code == 0, done.err
+    assert done.err.count(" of 4 traced: ") == 2
     found = json.loads(done.out)
     assert [row["case"]["batch"] for row in found["rows"]] == [None, 1]
     for row in found["rows"]:
