@@ -213,8 +213,8 @@ class Offload(NotCopied):
                 any iterable) of mappings with arguments of `generate`, one micro-batch each.
             micro_batch_size: sequences of a batch that run at once, 8 unless given.
             live: micro-batches that have begun and not ended, at most; None: all. Each has a cache
-                of its own, of which `kv_on_cpu` leaves the same number of sequences on the compute
-                device as of a whole batch; the next begins where one has ended.
+                of its own, and with `kv_on_cpu` they share the sequences that the compute device
+                has room for; the next begins where one has ended.
             options: further arguments of `generate`. Tensors of two or more dimensions with the
                 batch first (attention_mask) are split with it. `prefill_chunk_size` cuts
                 prompts by tokens, so that a long one takes several passes and less memory.
