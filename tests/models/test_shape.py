@@ -66,3 +66,18 @@ def test_reserve_grows_with_what_is_asked_for() -> None:
     assert shape.reserve_bytes(4, 10, 2) == 4 * one
     assert shape.reserve_bytes(1, 20, 2) == 2 * (cache + activations) + logits
     assert shape.reserve_bytes(1, 10, 4) > one
+
+
+def test_reserve_of_the_fused_engine() -> None:
+    """Keys and values of sequences in CPU memory are not there, and few rows at once take less."""
+    shape = ModelShape(
+        layers=3, hidden=32, intermediate=48, heads=4, kv_width=64, vocabulary=131, max_length=64
+    )
+    whole = shape.reserve_bytes(8, 10, 2, fused=True)
+    hidden, wide, logits = 80 * 32 * 2, 3 * 48 * 2, 8 * 131 * 6
+    assert whole == 3 * 64 * 80 * 2 + 8 * hidden + 80 * wide + logits
+    some = shape.reserve_bytes(8, 10, 2, fused=True, kv_on_cpu=6, prefill_rows=20)
+    stages = 2 * 64 * 20 * 2
+    assert some == 3 * 64 * 20 * 2 + hidden + 20 * (7 * 32 * 2 + wide) + stages + logits
+    least = shape.reserve_bytes(8, 10, 2, fused=True, kv_on_cpu=8, prefill_rows=1)  # a sequence
+    assert least == hidden + max(10 * (7 * 32 * 2 + wide + 2 * 64 * 2), 2 * hidden) + logits
