@@ -76,7 +76,9 @@ class CudaCopies:
     """A GPU: points are CUDA events. Calls are made with that GPU as the current one."""
 
     def __init__(self, compute: ComputeDevice) -> None:
-        """Raises UnsupportedError where torch has no CUDA runtime that can be called."""
+        """Raises UnsupportedError where torch has no CUDA runtime that can be called, or the GPU
+        cannot read CPU memory.
+        """
         runtime, _, reason = cuda_state()
         if runtime is None:
             raise UnsupportedError(f"keys and values in CPU memory need the CUDA runtime: {reason}")
@@ -84,6 +86,8 @@ class CudaCopies:
         self._compute = compute
         self._device = compute.torch_device
         self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.device(self._device):
+            self.mapped(self.buffer((1,), torch.uint8))  # refused now rather than at a token
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
