@@ -1,11 +1,16 @@
 """Rows between a GPU and pinned CPU memory: pitched copies, and kernels that read that memory."""
 
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from offload import aio
 from offload.device import compute_device
-from offload.row_copies import RowCopies, row_copies
+from offload.aio.cudart import Cudart
+from offload.row_copies import CudaCopies, RowCopies, row_copies
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
@@ -55,3 +60,37 @@ def test_a_kernel_reads_and_writes_host_memory(copies: RowCopies, dtype: torch.d
     if DEVICE != "cpu":
         torch.cuda.synchronize()
     assert torch.equal(memory, want)
+
+
+@pytest.mark.parametrize(("rows", "first", "last"), [(1, 0, 7), (5, 3, 11), (3, 4, 4), (0, 0, 4)])
+def test_what_cuda_is_asked_for(rows: int, first: int, last: int) -> None:
+    """Without a GPU: cudaMemcpy2DAsync as it is documented, on CPU memory."""
+    calls: list[Any] = []
+
+    def copy(
+        to: int, to_pitch: int, at: int, pitch: int, width: int, height: int, kind: int, stream: int
+    ) -> int:
+        calls.append((kind, stream))
+        if width > min(to_pitch, pitch):
+            return 12  # cudaErrorInvalidPitchValue
+        for row in range(height):
+            ctypes.memmove(to + row * to_pitch, at + row * pitch, width)
+        return 0
+
+    runtime = object.__new__(Cudart)
+    runtime._lib = SimpleNamespace(
+        cudaMemcpy2DAsync=copy,
+        cudaGetLastError=lambda: 12,
+        cudaGetErrorString=lambda code: b"invalid pitch argument",
+    )
+    copies = object.__new__(CudaCopies)
+    copies._runtime = runtime
+    source, target = torch.randn(rows, 20), torch.zeros(rows, 16)
+    stream: Any = SimpleNamespace(cuda_stream=77)
+    copies._copy(target[:, first:last], source[:, first:last], stream)
+    want = torch.zeros(rows, 16)
+    want[:, first:last] = source[:, first:last]
+    assert torch.equal(target, want)
+    assert calls == ([(4, 77)] if rows and last > first else [])  # cudaMemcpyDefault
+    with pytest.raises(OSError, match="2 rows of 9 bytes: invalid pitch argument"):
+        runtime.copy_rows((1, 8), (1, 9), 9, 2, 0)
