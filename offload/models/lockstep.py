@@ -94,9 +94,9 @@ class LockStep:
             raise GreenletExit
         if self._surroundings() != self._around:
             raise UnsupportedError(
-                "a job called the model under a CUDA stream, or a mode such as `with "
-                "torch.device(...)`, of its own, which would reach the other jobs: enter it around "
-                "all of them instead"
+                "a job called the model under a CUDA stream, a current device, or a mode such as "
+                "`with torch.device(...)` of its own, which would reach the other jobs: enter it "
+                "around all of them instead"
             )
         if site is None:
             job.looked_at.clear()
@@ -134,10 +134,14 @@ class LockStep:
                 job.looked_at.add(place)
                 let_go(frame)
 
-    def _surroundings(self) -> tuple[int, int, int]:
+    def _surroundings(self) -> tuple[int, ...]:
         """What is set for the thread and cannot be put aside."""
-        modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-        return current_stream(self._device), *modes
+        return (
+            torch.cuda.current_device() if self._device.type == "cuda" else 0,
+            current_stream(self._device),
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+        )
 
     # ---- the jobs --------------------------------------------------------------------------------
 

@@ -71,7 +71,6 @@ def _unread(code: CodeType, at: int) -> tuple[str, ...]:
     bytecode: Any = dis.Bytecode(code)
     steps = list(bytecode)
     offsets = [step.offset for step in steps]
-    place = {offset: i for i, offset in enumerate(offsets)}
     handlers = [(e.start, e.end, e.target) for e in bytecode.exception_entries]
     # `at` may be in the middle of an instruction, in its cache.
     now = bisect.bisect_right(offsets, at) - 1
@@ -89,8 +88,8 @@ def _unread(code: CodeType, at: int) -> tuple[str, ...]:
         if step.opname not in _ENDS | _JUMPS and i + 1 < len(steps):
             open_ends.append(i + 1)
         if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-            open_ends.append(place[step.argval])
+            open_ends.append(bisect.bisect_left(offsets, step.argval))
         for start, end, target in handlers:
             if start <= step.offset < end:
-                open_ends.append(place[target])
+                open_ends.append(bisect.bisect_left(offsets, target))
     return tuple(set(code.co_varnames) - read - set(code.co_cellvars))
