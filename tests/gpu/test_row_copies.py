@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offload import aio
-from offload.device import compute_device
 from offload.aio.cudart import Cudart
+from offload.device import compute_device
 from offload.row_copies import CudaCopies, RowCopies, row_copies
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
