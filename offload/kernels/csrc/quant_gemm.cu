@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kMostRows = 64;
 constexpr int kMostAtOnce = 16;  // rows; of more the weight is read several times
+constexpr int kFewRows = 8;
 constexpr int kMostSize = 1 << 29;
 
 using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
@@ -17,17 +18,20 @@ struct QuantChoice {
     QuantKernel kernel = nullptr;
     int index = 0;  // of the kernel, for what must be told to CUDA once
     bool scale_weights = false;
+    int threads = 0, blocks = 0;  // of a multiprocessor
     int tile_rows = 0, chunk_bytes = 0, chunk_steps = 0, step_depth = 0;
     int half_sums = 0, parts_bytes = 0;
 };
 
-template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kSteps,
+template <typename T, int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps,
           bool kScaleWeights>
 QuantChoice choose_kernel(int index) {
-    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kSteps>;
-    return {quant_gemm_kernel<T, kBits, kColumns, kTiles, kGroups, kSteps, kScaleWeights>,
+    using Shape = QuantShape<kBits, kColumns, kWarps, kTiles, kGroups, kSteps>;
+    return {quant_gemm_kernel<T, kBits, kColumns, kWarps, kTiles, kGroups, kSteps, kScaleWeights>,
             index,
             kScaleWeights,
+            Shape::kThreads,
+            kQuantWarps / kWarps,
             Shape::kTileRows,
             Shape::kChunkBytes,
             Shape::kChunkSteps,
@@ -41,12 +45,14 @@ constexpr int kQuantKernels = 64;
 // Sums are scaled where 32 bytes of codes share a scale.
 template <typename T, int kBits, bool kScaleWeights>
 QuantChoice kernel_of(int rows, int variant, int base) {
-    if (rows <= 8) {
-        if (variant == 1) return choose_kernel<T, kBits, 1, 1, 2, 2, kScaleWeights>(base);
-        if (variant == 2) return choose_kernel<T, kBits, 1, 1, 4, 2, kScaleWeights>(base + 1);
+    constexpr bool kScale = kScaleWeights;
+    if (rows <= kFewRows) {
+        if (variant == 1) return choose_kernel<T, kBits, 1, 16, 1, 2, 2, kScale>(base);
+        if (variant == 2) return choose_kernel<T, kBits, 1, 8, 1, 1, 2, kScale>(base + 1);
+        if (variant == 3) return choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScale>(base + 2);
     } else {
-        if (variant == 1) return choose_kernel<T, kBits, 2, 1, 2, 2, kScaleWeights>(base + 2);
-        if (variant == 2) return choose_kernel<T, kBits, 2, 2, 2, 1, kScaleWeights>(base + 3);
+        if (variant == 1) return choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScale>(base + 3);
+        if (variant == 2) return choose_kernel<T, kBits, 2, 8, 2, 1, 1, kScale>(base + 4);
     }
     return {};
 }
@@ -54,13 +60,13 @@ QuantChoice kernel_of(int rows, int variant, int base) {
 template <typename T>
 QuantChoice kernel_of(const OffloadQuantGemm& a, int variant, int base) {
     if (a.bits == 8) return kernel_of<T, 8, false>(a.rows, variant, base);
-    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, variant, base + 5)
-                        : kernel_of<T, 4, false>(a.rows, variant, base + 10);
+    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, variant, base + 6)
+                        : kernel_of<T, 4, false>(a.rows, variant, base + 12);
 }
 
 QuantChoice kernel_of(const OffloadQuantGemm& a, int variant) {
     return a.dtype == OFFLOAD_F16 ? kernel_of<__half>(a, variant, 0)
-                                  : kernel_of<__nv_bfloat16>(a, variant, 15);
+                                  : kernel_of<__nv_bfloat16>(a, variant, 18);
 }
 
 int variant_count(const OffloadQuantGemm& a) {
@@ -115,6 +121,11 @@ struct QuantCall {
     int blocks, shared;
 };
 
+// What a block may have; CUDA takes 1 KiB of every block's share.
+int shared_room(const QuantChoice& c, const Device& device) {
+    return (device.shared_per_block + 1024) / c.blocks - 1024;
+}
+
 int ceil_div(int a, int b) { return (a - 1) / b + 1; }
 
 // Where everything lies in shared memory if there are as many passes; false where there is no room.
@@ -160,17 +171,30 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call) 
     p.step_scales = a.group >= c.step_depth                                   ? kScalesShared
                     : even && a.group * 2 == c.step_depth && !c.scale_weights ? kScalesPaired
                                                                               : kScalesApart;
-    call.blocks = std::min(device.multiprocessors, ceil_div(a.outputs, 8));
+    // More blocks than run at once, where one has no room for the sums of all of its outputs.
+    constexpr int kMostWaves = 64;
     const int tile_outputs = a.gated ? c.tile_rows / 2 : c.tile_rows;
-    const int most = ceil_div(a.outputs, call.blocks);
-    p.block_outputs = a.outputs / call.blocks;
-    p.longer_blocks = a.outputs % call.blocks;
-    p.tiles = ceil_div(most, tile_outputs);
-    p.tile_outputs = ceil_div(most, p.tiles);
-    for (int passes = 1; passes <= p.chunks; ++passes)
-        if (lay_out(a, c, device.shared_per_block, passes, call)) return 0;
+    for (int waves = 1; waves <= kMostWaves; waves *= 2) {
+        call.blocks = std::min(device.multiprocessors * c.blocks * waves, ceil_div(a.outputs, 8));
+        const int most = ceil_div(a.outputs, call.blocks);
+        p.block_outputs = a.outputs / call.blocks;
+        p.longer_blocks = a.outputs % call.blocks;
+        p.tiles = ceil_div(most, tile_outputs);
+        p.tile_outputs = ceil_div(most, p.tiles);
+        for (int passes = 1; passes <= p.chunks; ++passes)
+            if (lay_out(a, c, shared_room(c, device), passes, call)) return 0;
+    }
     return refuse("quant_gemm: this device has too little shared memory for %d rows and %d outputs",
                   a.rows, a.outputs);
+}
+
+// How many rows a launch takes: fewer where a device has too little shared memory for more.
+int rows_at_once(const OffloadQuantGemm& a, const Device& device) {
+    if (a.rows <= kFewRows) return kFewRows;
+    OffloadQuantGemm part = a;
+    part.rows = std::min(kMostAtOnce, a.rows);
+    QuantCall call;
+    return make_call(part, device, call) == 0 ? kMostAtOnce : kFewRows;
 }
 
 // Tells CUDA once a device that the kernel may use so much shared memory.
@@ -205,9 +229,10 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     if (a.rows == 0) return 0;
     if (!a.input || !a.codes || !a.scale || !a.output)
         return refuse("quant_gemm: input, codes, scale and output must not be null");
-    for (int first = 0; first < a.rows; first += kMostAtOnce) {
+    const int at_once = rows_at_once(a, device);
+    for (int first = 0; first < a.rows; first += at_once) {
         OffloadQuantGemm part = a;
-        part.rows = std::min(kMostAtOnce, a.rows - first);
+        part.rows = std::min(at_once, a.rows - first);
         part.input = static_cast<const uint16_t*>(a.input) + first * a.input_stride;
         part.output = static_cast<uint16_t*>(a.output) + first * a.output_stride;
         if (a.residual)
@@ -216,8 +241,8 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
         if (int status = allow_shared(call.choice, device)) return status;
         if (int status =
                 launch("quant_gemm", call.choice.kernel, dim3(static_cast<unsigned>(call.blocks)),
-                       dim3(kQuantThreads), static_cast<size_t>(call.shared), stream,
-                       a.launch_early, part, call.plan))
+                       dim3(static_cast<unsigned>(call.choice.threads)),
+                       static_cast<size_t>(call.shared), stream, a.launch_early, part, call.plan))
             return status;
     }
     return 0;

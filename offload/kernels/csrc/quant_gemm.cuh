@@ -26,9 +26,9 @@
 
 namespace offload {
 
-constexpr int kQuantThreads = 512;
-constexpr int kStepBytes = 64;  // of a row
-constexpr int kSumPadding = 4;  // of rows of sums: those 2 apart lie 8 banks apart
+constexpr int kQuantWarps = 16;  // of a multiprocessor, in one block or more
+constexpr int kStepBytes = 64;   // of a row
+constexpr int kSumPadding = 4;   // of rows of sums: those 2 apart lie 8 banks apart
 
 // What a step's two halves, of 32 bytes a row, have of scales and zeros.
 enum StepScales : int32_t {
@@ -52,9 +52,9 @@ struct QuantPlan {
     int32_t input_pitch, inputs_at, input_sums_at, parts_at, passes_at;
 };
 
-template <int kBits, int kColumns, int kTiles, int kGroups, int kSteps>
+template <int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps>
 struct QuantShape {
-    static constexpr int kWarps = kQuantThreads / 32;
+    static constexpr int kThreads = kWarps * 32;
     static constexpr int kParts = kWarps / kGroups;  // of a chunk's depth
     static constexpr int kWarpRows = kTiles * 16;
     static constexpr int kTileRows = kGroups * kWarpRows;
@@ -62,7 +62,7 @@ struct QuantShape {
     static constexpr int kChunkBytes = kChunkSteps * kStepBytes;
     static constexpr int kStageBytes = kTileRows * kChunkBytes;
     static constexpr int kPieces = kChunkBytes / 16;  // of a row
-    static constexpr int kRowsAtOnce = kQuantThreads / kPieces;
+    static constexpr int kRowsAtOnce = kThreads / kPieces;
     static constexpr int kCopies = kTileRows / kRowsAtOnce;  // a thread and stage
     static constexpr int kHalfDepth = 256 / kBits;           // columns of half a step
     static constexpr int kStepDepth = 2 * kHalfDepth;
@@ -143,7 +143,7 @@ __device__ __noinline__ void finish_tile(const OffloadQuantGemm& a, const QuantP
     const QuantTile at(a, p, tile);
     const int shift = a.gated ? 1 : 0, width = kTileRows >> shift;
     const int count = width * a.rows;
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += kQuantThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += blockDim.x) {
         const int n = i & (width - 1), r = i / width;
         if (n >= at.outputs) continue;
         const float* from =
@@ -175,12 +175,12 @@ struct QuantScales {
     uint32_t scales[kTiles][2][kApart ? 2 : 1], zeros[kTiles][2][2];
 };
 
-template <typename T, int kBits, int kColumns, int kTiles, int kGroups, int kSteps,
+template <typename T, int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps,
           bool kScaleWeights>
-__global__ void __launch_bounds__(kQuantThreads, 1)
+__global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
     quant_gemm_kernel(const __grid_constant__ OffloadQuantGemm a,
                       const __grid_constant__ QuantPlan p) {
-    using Shape = QuantShape<kBits, kColumns, kTiles, kGroups, kSteps>;
+    using Shape = QuantShape<kBits, kColumns, kWarps, kTiles, kGroups, kSteps>;
     using Code = Codes<T, kBits>;
     using Scales = QuantScales<kTiles, kScaleWeights>;
     constexpr int kParts = Shape::kParts;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
                              (copy_piece ^ copy_row % 4 * 2) * 16;
     int ahead_first = 0, ahead_tile = 0, ahead_chunk = 0;  // of a pass the first chunk
     uint32_t copies_at[Shape::kCopies];                    // of 16 bytes
-    int wanted = 0;  // copies: rows without an output, the last ones, are left as they are
+    uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
     auto begin_copies = [&] {
         const QuantTile at(a, p, ahead_tile);
         wanted = 0;
@@ -208,16 +208,17 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
             const int in_tile = copy_row + n * Shape::kRowsAtOnce;
             copies_at[n] = static_cast<uint32_t>(at.row_of(a, in_tile)) * (p.row_bytes / 16) +
                            ahead_first * Shape::kPieces + copy_piece;
-            wanted += at.output_of(a, in_tile) < at.outputs;
+            if (at.output_of(a, in_tile) < at.outputs) wanted |= 1u << n;
         }
     };
     // Behind a row's end the activations are zeros, and any code is finite.
     auto fetch_codes = [&](int stage_at) {
         if (ahead_first >= p.chunks) return;
-        const int now = (ahead_chunk * Shape::kPieces + copy_piece) * 16 < p.row_bytes ? wanted : 0;
+        const uint32_t now =
+            (ahead_chunk * Shape::kPieces + copy_piece) * 16 < p.row_bytes ? wanted : 0;
 #pragma unroll
         for (int n = 0; n < Shape::kCopies; ++n) {
-            copy_async16_if(n < now,
+            copy_async16_if(now & 1u << n,
                             copy_to + stage_at + n * Shape::kRowsAtOnce * Shape::kChunkBytes,
                             static_cast<const uint4*>(a.codes) + copies_at[n], policy);
             copies_at[n] += Shape::kPieces;
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
                     if (q < there)
                         x[i] = load_past_l1(
                             reinterpret_cast<const uint4*>(from + r * a.input_stride) + q);
-                    for (q += kQuantThreads; q >= pieces; q -= pieces) ++r;
+                    for (q += Shape::kThreads; q >= pieces; q -= pieces) ++r;
                 }
             }
 #pragma unroll
@@ -364,7 +365,7 @@ __global__ void __launch_bounds__(kQuantThreads, 1)
         }
         __syncthreads();
         if (kScaleWeights || (kBits == 8 && !a.zero)) return;
-        for (int half = warp; half < steps * 2; half += Shape::kWarps) {
+        for (int half = warp; half < steps * 2; half += kWarps) {
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
                 float sum[4] = {};
