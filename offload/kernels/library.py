@@ -23,6 +23,8 @@ LAUNCHERS = {
     "offload_dequantize": structs.DequantizeStruct,
     "offload_quant_gemm": structs.QuantGemmStruct,
     "offload_step_inputs": structs.StepInputsStruct,
+    "offload_quantize_rows": structs.QuantizeRowsStruct,
+    "offload_scale_sums": structs.ScaleSumsStruct,
 }
 # Questions about a call: its arguments -> a number, below zero where they are refused.
 QUERIES = {

@@ -32,7 +32,9 @@ def quantise(
     near it.
     """
     form.check_shape(tuple(weight.shape))
-    if form.layout not in ("packed", "mxfp4") and (form.layout, form.kind) != ("plain", "fp8"):
+    if form.layout not in ("packed", "mxfp4", "plain") or (
+        form.layout == "plain" and form.zero_points
+    ):
         raise ValueError(f"{form.name} is read, but not written")
     rows, columns = weight.shape
     dtype = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
@@ -84,7 +86,7 @@ def _integers(
     whole: torch.Tensor | None,
     clip: bool,
 ) -> None:
-    """Fill the rows `at` of a `packed` weight from part, float32 [n, K]."""
+    """Fill the rows `at` of a `packed` or `plain` weight from part, float32 [n, K]."""
     n, columns = part.shape
     bits, dtype = form.bits, stored["weight_scale"].dtype
     x = part.unflatten(1, (-1, form.block[1] or columns))  # [n, G, columns of a group]
@@ -100,7 +102,10 @@ def _integers(
         x, (_affine(x, a, b, bits, dtype, form.zero_points) for a, b in ranges())
     )
     offset = 1 << (bits - 1)
-    stored["weight_packed"][at] = pack_words((code + offset).to(torch.uint8).flatten(1), bits)
+    if form.layout == "plain":
+        stored["weight"][at] = code.to(torch.int8).flatten(1)
+    else:
+        stored["weight_packed"][at] = pack_words((code + offset).to(torch.uint8).flatten(1), bits)
     if whole is not None:
         stored["weight_scale"][0] = scale[0, 0]
     else:

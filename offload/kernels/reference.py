@@ -106,6 +106,47 @@ def residual_norm(
     )
 
 
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 of x [..., width] (float32 or float64), and a scale a row, of x's dtype [...]:
+    code * scale is x, to half a scale.
+
+    A row of less than 1e-30 has that one's scale; one with an infinity or NaN has NaN, and any
+    codes.
+    """
+    most = x.abs().amax(-1).clamp(min=1e-30)
+    finite = torch.isfinite(most)
+    # Not 127 / most, which torch rounds twice.
+    factor = torch.where(finite, torch.full_like(most, 127) / most, 0)
+    codes = (x.double() * factor.double().unsqueeze(-1)).nan_to_num(0).round()
+    return codes.to(torch.int8), torch.where(finite, most / 127, torch.nan)
+
+
+def scale_sums(
+    sums: torch.Tensor,
+    row_scales: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """act(sums * row_scales * scales + bias) + residual, not rounded; with a gate act(gate) * up.
+
+    sums: integers [rows, columns]; row_scales: [rows]; scales: one a column, in any shape, or one.
+    """
+    row_scales = wide(row_scales)
+    x = sums.to(row_scales.dtype) * row_scales.unsqueeze(-1) * wide(scales).reshape(-1)
+    if bias is not None:
+        x = x + wide(bias)
+    if gated:
+        gate, up = x.chunk(2, -1)
+        x = activate(gate, activation) * up
+    else:
+        x = activate(x, activation)
+    return x if residual is None else x + wide(residual)
+
+
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:

@@ -235,7 +235,6 @@ class QuantGemmStruct(Structure):
     )
 
 
-# In the order of offload_struct_size().
 class StepInputsStruct(Structure):
     """Arguments of offload_step_inputs."""
 
@@ -259,6 +258,49 @@ class StepInputsStruct(Structure):
     )
 
 
+class QuantizeRowsStruct(Structure):
+    """Arguments of offload_quantize_rows."""
+
+    _fields_ = (
+        ("residual", c_void_p),
+        ("branch", c_void_p),
+        ("bias", c_void_p),
+        ("sum", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("branch_norm", NormStruct),
+        ("norm", NormStruct),
+        ("rows", c_int64),
+        ("width", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class ScaleSumsStruct(Structure):
+    """Arguments of offload_scale_sums."""
+
+    _fields_ = (
+        ("sums", c_void_p),
+        ("row_scales", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("output", c_void_p),
+        ("rows", c_int64),
+        ("width", c_int32),
+        ("one_scale", c_int32),
+        ("scale_dtype", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("dtype", c_int32),
+        ("launch_early", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+# In the order of offload_struct_size().
 ALL = (
     NormStruct,
     ResidualNormStruct,
@@ -269,4 +311,6 @@ ALL = (
     DequantizeStruct,
     QuantGemmStruct,
     StepInputsStruct,
+    QuantizeRowsStruct,
+    ScaleSumsStruct,
 )

@@ -65,6 +65,7 @@ Stored = tuple[torch.dtype, tuple[int, ...]]  # a tensor in a file: dtype and sh
 SHAPE = "weight_shape"
 MX_GROUP = 32
 FP8_MAX = 448.0
+W8A8 = "w8a8"  # the published name of int8 weights and inputs
 GROUPS = (32, 64, 128)  # those that are written
 _WORD = 32  # bits
 _KINDS: dict[Layout, tuple[Kind, ...]] = {
@@ -85,6 +86,8 @@ _TEXT = re.compile(r"(int4|int8)(?:-(?:g(\d+)|(channel)))?(-zp)?|(fp8)(?:-(chann
 class WeightFormat:
     """How one weight is stored. `block` is (rows, columns) of the weight that share a scale; 0
     stands for all of them: (1, 64) is a group of 64, (1, 0) a channel, (0, 0) the tensor.
+    `inputs`: what it is multiplied with: as it comes (""), or rounded to int8 with a scale a row,
+    of that row's largest magnitude ("int8").
 
     Raises ValueError for a combination that no layout has.
     """
@@ -94,6 +97,7 @@ class WeightFormat:
     block: tuple[int, int]
     zero_points: bool = False
     act_order: bool = False
+    inputs: Literal["", "int8"] = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS.get(self.layout, ()):
@@ -109,6 +113,15 @@ class WeightFormat:
             raise ValueError("one packed zero point for a whole tensor has no published layout")
         if self.act_order and self.layout not in ("packed", "gptq", "gptq_v2"):
             raise ValueError(f"{self.layout!r} has no act order")
+        if self.inputs not in ("", "int8"):
+            raise ValueError(f"inputs are left as they are or rounded to int8, not {self.inputs!r}")
+        one_a_row = self.block in ((1, 0), (0, 0)) and not self.zero_points
+        if self.inputs and (self.kind, self.layout, one_a_row) != ("int8", "plain", True):
+            raise ValueError(
+                "inputs in int8 are multiplied with int8 weights stored as 'plain', with one scale "
+                f"a row or for all and no zero points, not with {self.kind} ({self.layout}, block "
+                f"{self.block}, zero points {self.zero_points})"
+            )
         if self.kind == "mxfp4" and self.block != (1, MX_GROUP):
             raise ValueError(f"mxfp4 shares a scale among {MX_GROUP} columns, not {self.block}")
 
@@ -146,12 +159,11 @@ class WeightFormat:
             shared = "-block" if (rows, columns) == (128, 128) else f"-block{rows}x{columns}"
         else:
             shared = f"-g{columns}"
+        if self.inputs:
+            return W8A8 if self.block == (1, 0) else f"{W8A8}{shared}"
         text = f"{self.kind}{shared}" + ("-zp" if self.zero_points else "")
-        return (
-            text
-            if self == _written(self.kind, self.block, self.zero_points)
-            else (f"{text} ({self.layout})")
-        )
+        written = self.layout == _LAYOUTS[self.kind] and not self.act_order
+        return text if written else f"{text} ({self.layout})"
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
@@ -161,15 +173,18 @@ class WeightFormat:
                        with zero points: int4-g64-zp
         fp8            e4m3, a scale a row; fp8-block one a 128 x 128 block, fp8-tensor one for all
         mxfp4          e2m1 in groups of 32 with scales that are powers of two
+        w8a8           int8, a scale a row, and inputs rounded to int8, a scale a row as well
         """
+        if text == W8A8:
+            return cls("int8", "plain", (1, 0), inputs="int8")
         if text == "mxfp4":
             return _written("mxfp4", (1, MX_GROUP), False)
         match = _TEXT.fullmatch(text)
         if match is None or (match[2] and int(match[2]) not in GROUPS):
             raise ValueError(
                 f"{text!r} is no format for weights; use int4, int8 (with -g32, -g64, -g128 or "
-                "-channel, and -zp for zero points: int4-g128-zp), fp8, fp8-block, fp8-tensor or "
-                "mxfp4"
+                "-channel, and -zp for zero points: int4-g128-zp), fp8, fp8-block, fp8-tensor, "
+                "mxfp4 or w8a8"
             )
         if match[5]:
             shared = {"block": (128, 128), "tensor": (0, 0)}.get(match[6] or "", (1, 0))
@@ -285,10 +300,12 @@ class WeightFormat:
 
 
 def _written(kind: Kind, block: tuple[int, int], zero_points: bool) -> WeightFormat:
-    layouts: dict[Kind, Layout] = {
-        "int4": "packed",
-        "int8": "packed",
-        "fp8": "plain",
-        "mxfp4": "mxfp4",
-    }
-    return WeightFormat(kind, layouts[kind], block, zero_points)
+    return WeightFormat(kind, _LAYOUTS[kind], block, zero_points)
+
+
+_LAYOUTS: dict[Kind, Layout] = {  # in which each kind is written
+    "int4": "packed",
+    "int8": "packed",
+    "fp8": "plain",
+    "mxfp4": "mxfp4",
+}

@@ -27,7 +27,8 @@ class Workspace:
         count = -(-nbytes // 4)
         if count > self._partials.numel():
             self._refuse_capture(f"{nbytes} bytes of partial sums")
-            self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
+            with torch.inference_mode(False):  # whoever uses it next may be in another mode
+                self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
         return self._partials[:count]
 
     def counters(self, n: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from offload.kernels.call import Call, current_stream
 from offload.kernels.library import LAUNCHERS
 
 # The kernels that need nothing but loads, barriers and shuffles.
-HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append", "step_inputs")
+HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append", "step_inputs", "int8_rows")
 
 needs_gpu = [
     pytest.mark.gpu,
@@ -54,9 +54,10 @@ def host_library() -> ctypes.CDLL:
     """The kernels compiled for this processor; skips the test where that is not possible."""
     sources = [f"{part}.cu" for part in ("library", *HOSTED)]
     library = host_build.kernels("rows", sources, "host_rows.hpp")
-    for hosted in HOSTED:
-        function = getattr(library, f"offload_{hosted}")
-        function.argtypes = [ctypes.POINTER(LAUNCHERS[function.__name__]), ctypes.c_void_p]
+    for name, struct in LAUNCHERS.items():
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = [ctypes.POINTER(struct), ctypes.c_void_p]
     library.offload_last_error.restype = ctypes.c_char_p
     library.offload_struct_size.restype = ctypes.c_int64
     for i, struct in enumerate(structs.ALL):

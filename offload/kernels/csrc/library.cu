@@ -67,9 +67,10 @@ OFFLOAD_API int32_t offload_kernels_abi(void) { return OFFLOAD_KERNELS_ABI; }
 
 OFFLOAD_API int64_t offload_struct_size(int32_t index) {
     static const int64_t sizes[] = {
-        sizeof(OffloadNorm),       sizeof(OffloadResidualNorm),    sizeof(OffloadRotaryAppend),
-        sizeof(OffloadActivation), sizeof(OffloadDecodeAttention), sizeof(OffloadSkinnyGemm),
-        sizeof(OffloadDequantize), sizeof(OffloadQuantGemm),       sizeof(OffloadStepInputs)};
+        sizeof(OffloadNorm),         sizeof(OffloadResidualNorm),    sizeof(OffloadRotaryAppend),
+        sizeof(OffloadActivation),   sizeof(OffloadDecodeAttention), sizeof(OffloadSkinnyGemm),
+        sizeof(OffloadDequantize),   sizeof(OffloadQuantGemm),       sizeof(OffloadStepInputs),
+        sizeof(OffloadQuantizeRows), sizeof(OffloadScaleSums)};
     return index < 0 || index >= static_cast<int32_t>(sizeof sizes / sizeof *sizes) ? 0
                                                                                     : sizes[index];
 }
