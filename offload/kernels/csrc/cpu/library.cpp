@@ -58,7 +58,7 @@ int32_t supported() { return 1 << OFFLOAD_HOST_PORTABLE; }
 // Where a processor's own prefetching keeps memory busy while it computes, more of it is in the
 // way; others leave that to the program. Measured on Emerald Rapids and on Zen 4.
 void choose_prefetch(OffloadHostAttention& call) {
-    constexpr int32_t kDistance = 16384;
+    constexpr int32_t kDistance = 32768;
 #if defined(__x86_64__)
     const bool helps = __builtin_cpu_is("intel");
 #else

@@ -19,6 +19,10 @@ constexpr int kChunkDims = 64;  // elements of a row that four tiles of sums are
 
 alignas(64) const char kZeroRow[2 * kTileRow] = {};
 
+// Compilers take the instructions that load tiles, or their configuration, for ones that read
+// little or no memory: what was written must be there before them.
+inline void written() { __asm__ volatile("" ::: "memory"); }
+
 // All eight tiles: sixteen rows of 64 bytes.
 inline void configure_tiles() {
     struct alignas(64) {
@@ -27,7 +31,9 @@ inline void configure_tiles() {
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
     static_assert(sizeof config == 64);
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
+    __asm__ volatile("" : : "r"(&config) : "memory");  // it stays until then
 }
 
 struct WholeTiles {  // of int8, with codes of 16 bits
@@ -202,6 +208,7 @@ struct Tiles {
         for (int b = 0; b < blocks(w); b++) {
             const char* queries = reinterpret_cast<char*>(w.codes) + b * 16 * row_bytes;
             const int64_t time = w.key_time * 16 * kTileRow / row_bytes / blocks(w);
+            written();
             _tile_zero(0);
             if constexpr (N == 4) {
                 _tile_zero(1);
@@ -290,6 +297,7 @@ struct Tiles {
         }
         const int64_t weights_bytes = w.padded_columns * kBytes,
                       raw_bytes = int64_t(w.wide_dim) * 4;
+        written();
         for (int b = 0; b < blocks(w); b++) {
             const char* const weights =
                 reinterpret_cast<char*>(w.weights) + b * kBlockRows * weights_bytes + t * kBytes;
