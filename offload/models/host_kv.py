@@ -42,16 +42,10 @@ class HostKv:
 
     def share(self, batch: int) -> GpuShare:
         """Room on the compute device for a cache's first sequences, for as long as it is held."""
-        room = self._room()
-        if room < batch and self._shares:
-            gc.collect()  # a cache that nobody has may not be known to be so
-            room = self._room()
+        room = self.gpu_sequences - sum(share.rows for share in self._shares)
         share = GpuShare(batch, min(batch, max(0, room)))
         self._shares.add(share)
         return share
-
-    def _room(self) -> int:
-        return self.gpu_sequences - sum(share.rows for share in self._shares)
 
     def borrow(self, nbytes: int, rows: int) -> HostBlock:
         """A block of so many bytes, for so many sequences, with any content. Raises BudgetError,
@@ -59,7 +53,7 @@ class HostKv:
         """
         buffer = self._find(nbytes)
         if buffer is None:
-            gc.collect()
+            gc.collect()  # a cache that nobody has may not be known to be so
             buffer = self._find(nbytes)
         if buffer is None:
             while self._free:  # too small, all of them
