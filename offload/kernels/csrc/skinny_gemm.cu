@@ -519,9 +519,8 @@ struct Choice {
     Kernel kernel = nullptr;
     int index = 0;  // of the kernel, for what must be told to CUDA once
     int threads = 0;
-    int block = 0;   // elements of the depth at once
-    int parts = 0;   // of a staged block's chunk
-    int stages = 0;  // of a staged block, at most
+    int block = 0;  // elements of the depth at once
+    int parts = 0;  // of a staged block's chunk
 };
 
 template <class Math>
@@ -531,12 +530,9 @@ Choice choice(int index) {
 
 template <typename T, int kColumns, int kTile, int kChunkBytes>
 Choice staged(int index) {
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>,
-            index,
-            kStagedThreads,
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>, index, kStagedThreads,
             kChunkBytes / static_cast<int>(sizeof(T)),
-            StagedShape<kColumns, kTile, kChunkBytes>::kParts,
-            StagedShape<kColumns, kTile, kChunkBytes>::kMostStages};
+            StagedShape<kColumns, kTile, kChunkBytes>::kParts};
 }
 
 constexpr int kKernelCount = 17;
@@ -741,8 +737,7 @@ void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
             round_up(kStagedHead + (p.splits > 1 ? values * 4 * std::min(tiles, 2) : 0), 128));
         p.norm_pitch = static_cast<int32_t>(norm_pitch(a));
         p.ring_at = p.norm_at + (p.normed ? static_cast<int32_t>(norm_bytes(a)) : 0);
-        p.stages = std::min(
-            {v.stages, call.choice.stages, (device.shared_per_block - p.ring_at) / p.stage_bytes});
+        p.stages = std::min(v.stages, (device.shared_per_block - p.ring_at) / p.stage_bytes);
         if (p.stages >= 3 || p.tile_outputs <= group) break;
     }
     p.stages = std::max<int32_t>(p.stages, 2);

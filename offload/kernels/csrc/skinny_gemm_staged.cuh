@@ -39,7 +39,6 @@ struct StagedShape {
     static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
     static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
     static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
-    static constexpr int kMostStages = 6;
     static constexpr int kItems = (kTile * kColumns * 8 - 1) / kStagedThreads + 1;  // a thread
     static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
     static_assert(kTeams >= 1 && kParts * kTeams == kWarps, "whole groups");
