@@ -193,6 +193,7 @@ int rows_at_once(const OffloadQuantGemm& a, const Device& device) {
     if (a.rows <= kFewRows) return kFewRows;
     OffloadQuantGemm part = a;
     part.rows = std::min(kMostAtOnce, a.rows);
+    if (a.variant > variant_count(part)) return kMostAtOnce;  // which is refused
     QuantCall call;
     return make_call(part, device, call) == 0 ? kMostAtOnce : kFewRows;
 }

@@ -85,6 +85,12 @@ __device__ __forceinline__ uint4 load_past_l1(const uint4* from) {
 #endif
 }
 
+__device__ __forceinline__ void prefetch_into_l2(const void* at) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}
+
 // The scale in the low half of a word, or in its high half.
 __device__ __forceinline__ float scale_in(uint32_t word, bool high, __nv_bfloat16) {
 #ifdef __CUDA_ARCH__
@@ -191,6 +197,9 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
     let_next_kernel_begin();
     const uint64_t policy = evict_first_policy();
 
+    constexpr int kPerWord = 32 / kBits;
+    constexpr uint32_t kMask = (1u << kBits) - 1;
+
     // What is copied: the same 16 bytes of a chunk in every kRowsAtOnce-th row. In shared memory
     // pairs of pieces lie in another order in each of 4 rows, so that a lane's 8 bytes of 4 rows
     // meet no bank twice.
@@ -200,8 +209,18 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
     int ahead_first = 0, ahead_tile = 0, ahead_chunk = 0;  // of a pass the first chunk
     uint32_t copies_at[Shape::kCopies];                    // of 16 bytes
     uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
+    // Scales and zeros are asked of HBM together with the codes.
+    const unsigned char* line_of = nullptr;
+    const bool has_line = thread < Shape::kTileRows * (a.zero ? 2 : 1);
     auto begin_copies = [&] {
         const QuantTile at(a, p, ahead_tile);
+        if (has_line) {
+            const int n = at.row_of(a, thread % Shape::kTileRows);
+            line_of =
+                thread < Shape::kTileRows
+                    ? static_cast<const unsigned char*>(a.scale) + n * p.groups * 2ll
+                    : static_cast<const unsigned char*>(a.zero) + n / kPerWord * p.groups * 4ll;
+        }
         wanted = 0;
 #pragma unroll
         for (int n = 0; n < Shape::kCopies; ++n) {
@@ -223,6 +242,10 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
                             static_cast<const uint4*>(a.codes) + copies_at[n], policy);
             copies_at[n] += Shape::kPieces;
         }
+        if (has_line) {
+            const int g = ahead_chunk * (Shape::kChunkSteps * Shape::kStepDepth) >> p.group_shift;
+            prefetch_into_l2(line_of + g * (thread < Shape::kTileRows ? 2 : 4));
+        }
         if (++ahead_chunk < min(ahead_first + p.pass_chunks, p.chunks)) return;
         if (++ahead_tile == p.tiles) {
             ahead_tile = 0;
@@ -233,8 +256,6 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
     };
 
     // Scales and zeros, which lie a few bytes a row.
-    constexpr int kPerWord = 32 / kBits;
-    constexpr uint32_t kMask = (1u << kBits) - 1;
     const uint16_t* scales_at[kTiles][2];
     const uint32_t* zeros_at[kTiles][2];
     int zero_shift[kTiles][2], soon_shift[kTiles][2];
@@ -250,12 +271,12 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
                 soon_shift[m][h] = n % kPerWord * kBits;
             }
     };
-    Scales soon[kSteps] = {};
-    auto load_scales = [&](int chunk, auto zeros) {
+    Scales soon[2][kSteps] = {};
+    auto load_scales = [&](Scales(&into)[kSteps], int chunk, auto zeros) {
         constexpr bool kZeros = decltype(zeros)::value;
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
-            Scales& to = soon[s];
+            Scales& to = into[s];
             const int step = min(chunk * Shape::kChunkSteps + s * kParts + part, p.steps - 1);
             if (!kScaleWeights && p.step_scales == kScalesPaired) {
 #pragma unroll
@@ -314,9 +335,9 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
     }
     begin_scales(0);
     if (a.zero)
-        load_scales(0, std::true_type());
+        load_scales(soon[0], 0, std::true_type());
     else
-        load_scales(0, std::false_type());
+        load_scales(soon[0], 0, std::false_type());
     wait_for_previous_kernel();
 
     unsigned char* const inputs = shared + p.inputs_at;
@@ -508,36 +529,49 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
             const int end = min(first + p.pass_chunks, p.chunks);
             if (first > 0) __syncthreads();  // all are done with the activations
             begin_pass(first);
-            for (int tile = 0; tile < p.tiles; ++tile) {
+            int tile = 0, chunk = first;
+            // One stage, whose scales are `now`; those of the stage behind it come into `then`. Two
+            // in turn, since a copy would wait for what has just been asked for.
+            auto stage = [&](const Scales(&now)[kSteps], Scales(&then)[kSteps]) {
+                wait_for_copies(p.stages - 2);
+                __syncthreads();  // the stage is here for all, and all are done with the one before
+                fetch_codes(free_at);
+                commit_copies();
+                if (chunk == first) {
 #pragma unroll
-                for (int m = 0; m < kTiles * 2; ++m)
-                    (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
-                for (int chunk = first; chunk < end; ++chunk) {
-                    wait_for_copies(p.stages - 2);
-                    __syncthreads();  // the stage is here for all, all are done with the one before
-                    fetch_codes(free_at);
-                    commit_copies();
-                    Scales now[kSteps];
-#pragma unroll
-                    for (int s = 0; s < kSteps; ++s) now[s] = soon[s];
-                    int next = chunk + 1;
-                    if (next == end) {
-                        const bool more = tile + 1 < p.tiles;
-                        next = more ? first : end;
-                        begin_scales(more ? tile + 1 : 0);
-                    }
-                    if (next < p.chunks) load_scales(next, zeros);
-#pragma unroll
-                    for (int s = 0; s < kSteps; ++s) {
-                        const int step = chunk * Shape::kChunkSteps + s * kParts + part;
-                        if (step < p.steps)
-                            multiply(step - first * Shape::kChunkSteps, s, stage_at, now[s], zeros);
-                    }
-                    free_at = stage_at;
-                    stage_at += Shape::kStageBytes;
-                    if (stage_at == p.stages * Shape::kStageBytes) stage_at = 0;
+                    for (int m = 0; m < kTiles * 2; ++m)
+                        (&zero_shift[0][0])[m] = (&soon_shift[0][0])[m];
                 }
-                end_tile(tile, first == 0, end == p.chunks);
+                int next = chunk + 1;
+                if (next == end) {
+                    const bool more = tile + 1 < p.tiles;
+                    next = more ? first : end;
+                    begin_scales(more ? tile + 1 : 0);
+                }
+                if (next < p.chunks) load_scales(then, next, zeros);
+#pragma unroll
+                for (int s = 0; s < kSteps; ++s) {
+                    const int step = chunk * Shape::kChunkSteps + s * kParts + part;
+                    if (step < p.steps)
+                        multiply(step - first * Shape::kChunkSteps, s, stage_at, now[s], zeros);
+                }
+                free_at = stage_at;
+                stage_at += Shape::kStageBytes;
+                if (stage_at == p.stages * Shape::kStageBytes) stage_at = 0;
+                if (++chunk == end) {
+                    end_tile(tile, first == 0, end == p.chunks);
+                    ++tile;
+                    chunk = first;
+                }
+            };
+            for (int left = p.tiles * (end - first); left > 0; left -= 2) {
+                stage(soon[0], soon[1]);
+                if (left == 1) {
+#pragma unroll
+                    for (int s = 0; s < kSteps; ++s) soon[0][s] = soon[1][s];
+                    break;
+                }
+                stage(soon[1], soon[0]);
             }
         }
     };
