@@ -95,6 +95,7 @@ def run(
         quantization: a format for the weights of the layers, such as "int4" or "int8", or a dict
             of patterns (see `offload.pack`): a plain checkpoint is quantised once into the
             offload folder, and streamed from there. One that is quantised already needs nothing.
+            "w8a8" rounds activations, too: to int8, with a scale a token.
         engine: "transformers" (the model's own modules), "fused" (the layers as one block over
             the project's CUDA kernels; UnsupportedError where it cannot express the model), or
             "auto": fused where a GPU computes, the kernels library loads and the family is known.

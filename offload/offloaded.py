@@ -26,7 +26,11 @@ from offload.models.lockstep import run_together
 from offload.models.micro_batches import MicroBatches
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
-from offload.models.quantized.forward import quantised_weights, release_quantised
+from offload.models.quantized.forward import (
+    linears_in_int8,
+    quantised_weights,
+    release_quantised,
+)
 from offload.report import Report
 from offload.scheduler.cost import Rates
 from offload.scheduler.plan import Plan, Tier
@@ -159,6 +163,8 @@ class Offload(NotCopied):
         engine = self._engine
         if engine is not None:
             notes += engine.notes()
+        elif in_int8 := linears_in_int8(self._parts.model):
+            notes.append(f"{in_int8} of them are not: activations in int8, with a scale a token")
         return Report(
             model=self._name,
             engine="transformers" if engine is None else "fused",

@@ -38,7 +38,7 @@ def pack(
     """Write `model`, a plain checkpoint folder or hub id, quantised into the new folder `out`.
 
     Args:
-        quantization: a format for the Linears of the layers (int4, int8, fp8, mxfp4; see
+        quantization: a format for the Linears of the layers (int4, int8, fp8, mxfp4, w8a8; see
             `WeightFormat.parse`, with -clip at the end: every group's range is chosen by its
             error), or a dict of patterns: {"default": "int4", "lm_head|layers\\\\.0\\\\.": "int8"}.
             A pattern is a regular expression that is searched for in the names of modules; the

@@ -103,8 +103,9 @@ def add_weights(parser: Any, required: bool = False) -> None:
         required=required,
         metavar="FORMAT",
         help="int4 or int8 (groups of 64; also int4-g32, int4-g128, int4-channel; with zero points "
-        "int4-g64-zp; with ranges chosen by their error int4-g64-clip), fp8, fp8-block or mxfp4: "
-        "of the layers' Linears",
+        "int4-g64-zp; with ranges chosen by their error int4-g64-clip), fp8, fp8-block, mxfp4, "
+        "or w8a8 (int8 with a scale a row, and activations in int8 with a scale a token): of the "
+        "layers' Linears",
     )
     parser.add_argument(
         "--weights-of",

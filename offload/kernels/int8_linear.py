@@ -83,8 +83,8 @@ class Int8Linear(Call):
 
     input: [..., depth], or Int8Rows that are made before; out, residual: [..., outputs]; bias:
     [outputs or 2 * outputs]; contiguous, of one dtype (float32, float16, bfloat16). `workspace`:
-    scratch shared by the calls of one stream; without it the call has its own. A CPU does the same
-    in torch. `launch(stream)` issues it, like a `Call`.
+    scratch shared by the calls of one stream; without it the call has its own. `early`: see
+    ResidualNorm. A CPU does the same in torch. `launch(stream)` issues it, like a `Call`.
 
     The published name is W8A8, with `input_activations` {num_bits 8, dynamic, strategy token}.
 
@@ -103,6 +103,7 @@ class Int8Linear(Call):
         activation: str | None = None,
         gated: bool = False,
         workspace: Workspace | None = None,
+        early: bool = False,
     ) -> None:
         count, products, depth = _check(input, form, stored, out, gated)
         self._launches: list[Callable[[int], Any]] = []
@@ -117,7 +118,7 @@ class Int8Linear(Call):
             rows = input
         else:
             rows = Int8Rows.within(memory, count, depth)
-            self._launches.append(rows.made_of(input).launch)
+            self._launches.append(rows.made_of(input, early=early).launch)
         sums = memory[own:].view(torch.int32).view(-1, products)
         weight, flat = stored["weight"].t(), out.view(count, -1)
         added = None if residual is None else residual.view(count, -1)

@@ -9,8 +9,10 @@ import torch
 
 from offload.kernels import Norm
 from offload.kernels.call import Call
+from offload.kernels.int8_linear import Int8Linear, Int8Rows
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.quantize_rows import QuantizeRows
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
@@ -18,6 +20,8 @@ from offload.models.layer_weights import LayerWeights, Product
 from offload.models.prefill_attention import PrefillAttention
 from offload.models.shape import MLP_ROWS
 from offload.models.spec import Angles, LayerSpec
+
+Rows = torch.Tensor | Int8Rows  # [rows, width]
 
 
 @dataclass(slots=True)
@@ -60,11 +64,12 @@ def run_block(
     rows = hidden.view(-1, hidden.shape[-1])
     normed = work.scratch("normed", tuple(rows.shape), rows)
     if not spec.parallel:
-        into = _normed(rows, weights.attention_norm, normed, work)
-        branch = _attention(spec, weights, into, hidden.shape[:2], keys, values, work)
+        into = _normed(rows, weights.attention_norm, normed, work, weights.qkv)
+        branch = _attention(spec, weights, into, hidden, keys, values, work)
         bias, norm_out = weights.attention_out.bias, weights.attention_norm_out
         sum_norm, mlp_norm = weights.attention_sum_norm, weights.mlp_norm
-        into = _add(rows, branch, bias, norm_out, sum_norm, mlp_norm, normed, work)
+        following = weights.mlp_in
+        into = _add(rows, branch, bias, norm_out, sum_norm, mlp_norm, normed, work, following)
         branch = _mlp(spec, weights, into, branch, work)
         bias, norm_out = weights.mlp_out.bias, weights.mlp_norm_out
         _add(rows, branch, bias, norm_out, weights.mlp_sum_norm, None, normed, work)
@@ -73,7 +78,7 @@ def run_block(
     if spec.mlp_norm != spec.attention_norm:
         second = work.scratch("normed for the MLP", tuple(rows.shape), rows)
         for_mlp = _normed(rows, weights.mlp_norm, second, work)
-    branch = _attention(spec, weights, into, hidden.shape[:2], keys, values, work)
+    branch = _attention(spec, weights, into, hidden, keys, values, work)
     second = work.scratch("MLP", tuple(rows.shape), rows)
     ResidualNorm(
         residual=rows,
@@ -86,10 +91,19 @@ def run_block(
 
 
 def _normed(
-    rows: torch.Tensor, norm: Norm | None, out: torch.Tensor, work: Prefill
-) -> torch.Tensor:
+    rows: torch.Tensor,
+    norm: Norm | None,
+    out: torch.Tensor,
+    work: Prefill,
+    following: Product | None = None,
+) -> Rows:
+    """The rows as the product `following` sees them: in `out`, or rounded to int8."""
     if norm is None:
         return rows
+    if _rounds(following, rows):
+        in_int8 = _int8(rows, work)
+        in_int8.made_of(rows, norm=norm).launch(work.stream)
+        return in_int8
     ResidualNorm(residual=rows, norm=norm, out=out).launch(work.stream)
     return out
 
@@ -103,8 +117,11 @@ def _add(
     next_norm: Norm | None,
     out: torch.Tensor,
     work: Prefill,
-) -> torch.Tensor:
-    """Add the branch to rows, in place; returns what comes next sees, perhaps in `out`."""
+    following: Product | None = None,
+) -> Rows:
+    """Add the branch to rows, in place; returns what the product `following` sees: `rows`, `out`,
+    or rows rounded to int8.
+    """
     if sum_norm is not None:
         ResidualNorm(
             residual=rows,
@@ -114,7 +131,12 @@ def _add(
             norm=sum_norm,
             out=rows,
         ).launch(work.stream)
-        return _normed(rows, next_norm, out, work)
+        return _normed(rows, next_norm, out, work, following)
+    if next_norm is not None and _rounds(following, rows):
+        in_int8 = _int8(rows, work)
+        before = {"branch": branch, "bias": bias, "branch_norm": branch_norm, "norm": next_norm}
+        in_int8.made_of(rows, **before, sum_out=rows).launch(work.stream)
+        return in_int8
     ResidualNorm(
         residual=rows,
         branch=branch,
@@ -127,21 +149,34 @@ def _add(
     return rows if next_norm is None else out
 
 
+def _rounds(product: Product | None, rows: torch.Tensor) -> bool:
+    """Whether what is ahead of the product rounds its rows to int8."""
+    return product is not None and product.int8 and QuantizeRows.holds(rows.shape[1], rows.dtype)
+
+
+def _int8(rows: torch.Tensor, work: Prefill) -> Int8Rows:
+    """Memory for the rows in int8."""
+    size = -(-Int8Rows.nbytes(*rows.shape) // rows.element_size())
+    memory = work.scratch("normed in int8", (size,), rows).view(torch.uint8)
+    return Int8Rows.within(memory, *rows.shape)
+
+
 def _attention(
     spec: LayerSpec,
     weights: LayerWeights,
-    into: torch.Tensor,
-    shape: torch.Size,
+    into: Rows,
+    hidden: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     work: Prefill,
 ) -> torch.Tensor:
-    """The attention branch of [rows, width] without its last bias, for `shape` [batch, tokens]."""
-    layout, count = spec.layout, into.shape[0]
-    qkv = work.scratch("wide", (*shape, layout.width), into)
+    """The attention branch of rows without its last bias, for `hidden` [batch, tokens, width]."""
+    layout, shape = spec.layout, hidden.shape[:2]
+    count = shape.numel()
+    qkv = work.scratch("wide", (*shape, layout.width), hidden)
     # Its bias is added where heads are rotated and kept.
     _linear(into, weights.qkv, qkv.view(count, -1), work)
-    query = work.scratch("query", (*shape, layout.heads, layout.head_dim), into)
+    query = work.scratch("query", (*shape, layout.heads, layout.head_dim), hidden)
     cos, sin = work.angles[spec.rotary] if spec.rotary is not None else (None, None)
     RotaryAppend(
         qkv,
@@ -158,35 +193,37 @@ def _attention(
         k_norm=weights.k_norm,
     ).launch(work.stream)
     attended = work.attention(query, keys[:, :, : work.end], values[:, :, : work.end], spec)
-    out = work.scratch("attention", tuple(into.shape), into)
+    out = work.scratch("attention", (count, hidden.shape[2]), hidden)
     _linear(attended.view(count, -1), weights.attention_out, out, work)
     return out
 
 
 def _mlp(
-    spec: LayerSpec, weights: LayerWeights, into: torch.Tensor, out: torch.Tensor, work: Prefill
+    spec: LayerSpec, weights: LayerWeights, into: Rows, out: torch.Tensor, work: Prefill
 ) -> torch.Tensor:
     """The MLP branch of [rows, width] without its last bias, in `out`."""
     width = weights.mlp_in.outputs // (2 if spec.gated else 1)
-    for first in range(0, into.shape[0], MLP_ROWS):
-        piece = into[first : first + MLP_ROWS]
-        inner = work.scratch("wide", (piece.shape[0], width), into)
+    for first in range(0, out.shape[0], MLP_ROWS):
+        rows = slice(first, min(first + MLP_ROWS, out.shape[0]))
+        inner = work.scratch("wide", (rows.stop - first, width), out)
         bias = weights.mlp_in.bias
         after = {"bias": bias, "activation": spec.activation, "gated": spec.gated}
-        _linear(piece, weights.mlp_in, inner, work, **after)
-        _linear(inner, weights.mlp_out, out[first : first + MLP_ROWS], work)
+        _linear(into[rows], weights.mlp_in, inner, work, **after)
+        _linear(inner, weights.mlp_out, out[rows], work)
     return out
 
 
-def _linear(
-    into: torch.Tensor, product: Product, out: torch.Tensor, work: Prefill, **after: Any
-) -> None:
+def _linear(into: Rows, product: Product, out: torch.Tensor, work: Prefill, **after: Any) -> None:
     """The product, and of what stands behind it, its bias too, what `after` says."""
-    stored = product.as_stored(into.shape[0])
+    stored = product.as_stored(out.shape[0])
+    call: Call
+    if stored is not None and product.int8:
+        call = Int8Linear(into, stored.form, stored.tensors, out, workspace=work.workspace, **after)
+        call.launch(work.stream)
+        return
+    assert isinstance(into, torch.Tensor)
     if stored is not None:
-        call: Call = QuantGemm(
-            into, stored.form, stored.tensors, out, workspace=work.workspace, **after
-        )
+        call = QuantGemm(into, stored.form, stored.tensors, out, workspace=work.workspace, **after)
     else:
         if product.filling is not None:
             product.filling.launch(work.stream)

@@ -11,6 +11,7 @@ import torch
 from offload.kernels import Norm
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import Call, current_stream
+from offload.kernels.int8_linear import Int8Linear
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import QuantGemm
 from offload.kernels.residual_norm import ResidualNorm
@@ -348,7 +349,8 @@ class DecodeSession:
                 chain.add(ResidualNorm, residual=into, norm=norm, out=normed)
                 into = normed
             weight = stored.form, stored.tensors
-            chain.add(QuantGemm, into, *weight, out, workspace=self._workspace, **around)
+            kind = Int8Linear if product.int8 else QuantGemm
+            chain.add(kind, into, *weight, out, workspace=self._workspace, **around)
             return
         if product.filling is not None:
             chain.fill(product.filling)

@@ -118,13 +118,15 @@ class DecoderLayers:
         )
 
     @property
-    def multiplied_as_stored(self) -> int:
-        """How many products take quantised weights as they are, where rows are few."""
-        return sum(
-            getattr(layer.like, name).as_stored(1) is not None
-            for layer in self.layers
-            for name in layer.spec.linears()
-        )
+    def multiplied_as_stored(self) -> tuple[int, int]:
+        """How many products take quantised weights as they are, where rows are few; and how many
+        of any number of rows, which are rounded to int8.
+        """
+        products = [
+            getattr(layer.like, name) for layer in self.layers for name in layer.spec.linears()
+        ]
+        in_int8 = sum(product.int8 for product in products)
+        return sum(p.as_stored(1) is not None for p in products) - in_int8, in_int8
 
     def why_not(self) -> str | None:
         """What the user changed in a layer that only transformers' modules do justice."""

@@ -160,12 +160,14 @@ class FusedEngine(NotCopied):
     def notes(self) -> list[str]:
         """What a report should say of it."""
         found = []
-        count = self._layers.multiplied_as_stored
-        if count:
+        as_stored, in_int8 = self._layers.multiplied_as_stored
+        if as_stored:
             found.append(
-                f"{count} products of up to {STORED_ROWS} rows take quantised weights as they are "
-                "stored"
+                f"{as_stored} products of up to {STORED_ROWS} rows take quantised weights as they "
+                "are stored"
             )
+        if in_int8:
+            found.append(f"{in_int8} products take activations in int8, with a scale a token")
         if self.graph_problem is not None:
             found.append(self.graph_problem)
         if self.host_kv is not None and self.host_kv.pageable:

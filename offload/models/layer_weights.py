@@ -20,7 +20,8 @@ class Product:
     """The operands of a product: weight [outputs, inputs] (or `transposed`), bias [outputs].
 
     A quantised weight is whole where `filling` was launched since its layer was entered; `stored`
-    is the same weight for a few rows, which are multiplied with it as it is.
+    is the same weight for a few rows, which are multiplied with it as it is, or for all, which are
+    rounded to int8.
     """
 
     weight: torch.Tensor
@@ -31,7 +32,12 @@ class Product:
 
     def as_stored(self, rows: int) -> StoredWeight | None:
         """What so many rows are multiplied with as it is stored; None: with the whole weight."""
-        return self.stored if rows <= MOST_ROWS else None
+        return self.stored if rows <= MOST_ROWS or self.int8 else None
+
+    @property
+    def int8(self) -> bool:
+        """Whether rows are rounded to int8, however many there are."""
+        return self.stored is not None and self.stored.form.inputs == "int8"
 
     @property
     def outputs(self) -> int:

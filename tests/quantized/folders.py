@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offload.checkpoint import open_checkpoint
+from offload.kernels import reference
 from offload.kernels.dequantize import dequantise
 from offload.models.build import build_model
 from offload.models.quantized.wanted import Wishes
@@ -84,6 +86,7 @@ def whole(folder: Path, quantization: Any, dtype: torch.dtype) -> dict[str, torc
         assert wanted is not None
         parts = {e: stored[f"{module}.{e}"] for e in ends(stored, module)}
         per = {"int4": 8, "int8": 4, "mxfp4": 2, "fp8": 1}[wanted.form.kind]
+        per = 1 if wanted.form.layout == "plain" else per
         shape = (tensor.shape[0], tensor.shape[1] * per)
         if "weight_shape" in parts:
             shape = tuple(parts["weight_shape"].tolist())
@@ -114,6 +117,25 @@ def plain_model(
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     return model.eval()
+
+
+def round_inputs(model: nn.Module, folder: Path) -> nn.Module:
+    """`model`, whose layers' Linears multiply as w8a8 says: what comes in is rounded to int8 with a
+    scale a token, and multiplied with the int8 weights of `folder`.
+    """
+    stored = tensors(folder)
+
+    def forward(name: str, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        weight, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
+        assert weight.dtype == torch.int8
+        codes, steps = reference.int8_rows(x.float())
+        sums = codes.double() @ weight.double().T
+        return reference.scale_sums(sums, steps, scale, bias=bias).to(x.dtype)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.weight_scale" in stored:
+            module.forward = partial(forward, name, module.bias)
+    return model
 
 
 def logits(model: nn.Module) -> torch.Tensor:

@@ -35,7 +35,7 @@ MIXED = {
     "lm_head": "fp8",
     "layers.2.*o_proj": "none",
 }
-SYMMETRIC: list[Any] = ["int4", "int8-channel", "fp8", "fp8-tensor", "mxfp4", MIXED]
+SYMMETRIC: list[Any] = ["int4", "int8-channel", "w8a8", "fp8", "fp8-tensor", "mxfp4", MIXED]
 WITH_ZEROS = ["int4-g32-zp-clip", "int8-zp", "int4-channel-zp"]
 
 
@@ -50,7 +50,7 @@ def test_transformers_reads_it(source: Source, tmp_path: Path, asked: Any) -> No
     # Without it, this release takes zero points for unpacked ones, whoever packed them.
     options = (
         {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-        if asked in WITH_ZEROS
+        if asked in [*WITH_ZEROS, "w8a8"]
         else {}
     )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options)

@@ -78,7 +78,10 @@ def test_published_methods(
     source: Source, tmp_path: Path, name: str, method: str, tier: str
 ) -> None:
     out, state = published.save(method, source(name), tmp_path / "out")
-    check(out, folders.plain_model(source(name), state, tmp_path / "whole"), tier, tmp_path)
+    plain = folders.plain_model(source(name), state, tmp_path / "whole")
+    if method == "int8":  # that is what it asks for
+        folders.round_inputs(plain, out)
+    check(out, plain, tier, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -14,7 +14,9 @@ from torch import nn
 
 from offload.checkpoint.lazy import Coded, LazyTensor
 from offload.errors import UnsupportedError
+from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
+from offload.kernels.int8_linear import Int8Linear, why_not_int8
 from offload.models.modules import shared_parameters
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.coded import Decoder
@@ -191,6 +193,53 @@ class QuantisedLookup(QuantisedForward):
         return made.view(*input.shape, shape[1])
 
 
+class QuantisedLinear(QuantisedForward):
+    """A Linear that rounds what it is given to int8, token by token, and multiplies that with the
+    int8 weight as it is stored.
+    """
+
+    @staticmethod
+    def serves(module: nn.Module, weights: Sequence[WholeWeight]) -> bool:
+        """Whether `module` is such a Linear."""
+        expression = weights[0].expression
+        decode = getattr(expression, "decode", None)
+        return (
+            isinstance(module, nn.Linear)
+            and type(module).forward is nn.Linear.forward
+            and len(weights) == 1
+            and isinstance(expression, Coded)
+            and isinstance(decode, Decoder)
+            and not why_not_int8(decode.form, expression.dtype, *decode.shape)
+        )
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        parameters, (weight,) = self._module._parameters, self.weights
+        expression: Any = weight.expression
+        away = any(parameters[part].is_meta for part in weight.parts)  # type: ignore[union-attr]
+        cast = input.dtype != expression.dtype or torch.is_autocast_enabled(input.device.type)
+        if torch.is_grad_enabled() or cast or away:
+            return super().__call__(input)
+        self._check_kept(parameters)
+        stored: dict[str, Any] = {
+            end: parameters[part]
+            for (end, _), part in zip(expression.parts, weight.parts, strict=True)
+        }
+        out = input.new_empty(*input.shape[:-1], weight.placeholder.shape[0])
+        bias = parameters.get("bias")
+        with _current(input.device):
+            Int8Linear(input.contiguous(), expression.decode.form, stored, out, bias=bias).launch(
+                current_stream(input.device)
+            )
+        return out
+
+
+def _kind(module: nn.Module, weights: Sequence[WholeWeight]) -> type[QuantisedForward]:
+    for kind in (QuantisedLookup, QuantisedLinear):
+        if kind.serves(module, weights):
+            return kind
+    return QuantisedForward
+
+
 def _pick(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a stored tensor [n, ...] of any dtype."""
     lines = tensor.detach().reshape(tensor.shape[0], -1).view(torch.uint8)
@@ -239,8 +288,8 @@ def keep_quantised(model: nn.Module) -> None:
     for module in list(model.modules()):
         if id(module) in found:
             weights, base = found[id(module)], bases[id(module)]
-            kind = QuantisedLookup if QuantisedLookup.serves(module, weights) else QuantisedForward
-            if kind is QuantisedForward:
+            kind = _kind(module, weights)
+            if kind is not QuantisedLookup:
                 scratch.need(base + room(weights), max(w.beside for w in weights))
             forward = kind(module, weights, scratch, base)
             module.__dict__[_STORED] = module.forward = forward
@@ -296,6 +345,11 @@ def quantised_weights(model: nn.Module) -> Iterator[tuple[str, WholeWeight]]:
     for name, forward in quantised_forwards(model):
         for weight in forward.weights:
             yield f"{name}.{weight.key}" if name else weight.key, weight
+
+
+def linears_in_int8(model: nn.Module) -> int:
+    """How many modules round what they are given to int8."""
+    return sum(isinstance(forward, QuantisedLinear) for _, forward in quantised_forwards(model))
 
 
 def scratch_bytes(model: nn.Module) -> int:

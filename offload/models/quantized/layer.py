@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.lazy import Coded
+from offload.kernels.int8_linear import why_not_int8
 from offload.kernels.quant_gemm import why_not_fused
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
@@ -216,11 +217,15 @@ class QuantisedLayer:
     def multiplied_as_it_is(
         self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
     ) -> StoredWeight | None:
-        """What is stored for a product's weight, where a few rows can be multiplied with that."""
+        """What is stored for a product's weight, where a few rows can be multiplied with that, or
+        any number of them, rounded to int8.
+        """
         stack = self._stacks.get(linear)
         if stack is None:
             return None
         dtype = self._weights[linear.weights[0]].placeholder.dtype
+        if stack.form.inputs == "int8":
+            return None if why_not_int8(stack.form, dtype, *stack.shape) else stack.stored(tensors)
         if why_not_fused(stack.form, dtype, stack.scale, stack.shape[1]):
             return None
         return stack.stored(tensors)

@@ -195,12 +195,20 @@ def _compressed_tensors(options: _Options) -> Method:
     return Method("compressed-tensors", pairs, form_of)
 
 
+# Activations in int8 with a scale a row: an option, what it is, and what it is where it is absent.
+_INT8_INPUTS: dict[str, tuple[Any, Any]] = {
+    "num_bits": (8, 8),
+    "type": ("int", "int"),
+    "symmetric": (True, True),
+    "strategy": ("token", "tensor"),
+}
+
+
 def _scheme(scheme: _Options, common: str) -> WeightFormat:
     """The format of a group's weights."""
     scheme.absent("output_activations")
     inputs = scheme.at("input_activations")
     if inputs.named() and inputs.get("dynamic", False) is not True:
-        # With scales of the moment, activations may as well stay as they are: nothing is lost.
         inputs.refuse("dynamic", "activations with scales of their own are not computed here")
     form = scheme.get("format") or common
     if form not in _FORMATS:
@@ -238,8 +246,13 @@ def _scheme(scheme: _Options, common: str) -> WeightFormat:
     assert block is not None
     zeros = kind == "int" and weights.get("symmetric", True) is False
     number = "fp8" if kind == "float" else "int4" if bits == 4 else "int8"
+    # With scales of the moment, activations may as well stay as they are where they are not int8
+    # with a scale a row, or the weights' scales and zeros stand in the way: nothing is lost.
+    one_a_row = (number, layout, zeros) == ("int8", "plain", False) and block in ((1, 0), (0, 0))
+    as_int8 = all(inputs.get(key, absent) == value for key, (value, absent) in _INT8_INPUTS.items())
+    rounded = "int8" if inputs.named() and as_int8 and one_a_row else ""
     try:
-        return WeightFormat(number, layout, block, zeros, order)  # type: ignore[arg-type]
+        return WeightFormat(number, layout, block, zeros, order, rounded)  # type: ignore[arg-type]
     except ValueError as error:
         weights.refuse("strategy", str(error))
 

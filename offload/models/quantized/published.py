@@ -10,7 +10,23 @@ from offload.models.quantized.choose import Choice
 
 METHOD = "compressed-tensors"
 MIXED = "mixed-precision"
-_FORMATS = {"packed": "pack-quantized", "plain": "float-quantized", "mxfp4": "mxfp4-pack-quantized"}
+_FORMATS = {
+    ("packed", "int4"): "pack-quantized",
+    ("packed", "int8"): "pack-quantized",
+    ("plain", "int8"): "int-quantized",
+    ("plain", "fp8"): "float-quantized",
+    ("mxfp4", "mxfp4"): "mxfp4-pack-quantized",
+}
+
+# Activations in int8 with a scale a row, found when it is there.
+INT8_INPUTS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "dynamic": True,
+    "strategy": "token",
+    "group_size": None,
+}
 
 
 def describe_choice(choice: Choice) -> dict[str, Any]:
@@ -33,9 +49,9 @@ def describe_choice(choice: Choice) -> dict[str, Any]:
         groups[f"group_{i}"] = {
             "targets": targets,
             "weights": _arguments(form),
-            "input_activations": None,
+            "input_activations": dict(INT8_INPUTS) if form.inputs else None,
             "output_activations": None,
-            "format": _FORMATS[form.layout],
+            "format": _FORMATS[form.layout, form.kind],
         }
     formats = {group["format"] for group in groups.values()}
     quantised = {w.name for w in choice.weights if w.wanted is not None}
