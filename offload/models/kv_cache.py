@@ -40,6 +40,7 @@ class KvCommon:
 
     max_length: int = 0  # columns that will be needed in the end; 0: unknown
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
+    spec: ModelSpec | None = None  # of the model whose calls they are, that very object
     host: HostKv | None = None  # where the last rows' keys and values go; None: no row's
     arriving: Any = None  # the point at which all that was sent there has arrived
     share: GpuShare | None = None  # the rows whose place is not there
@@ -300,10 +301,12 @@ def common_of(cache: DynamicCache) -> KvCommon:
     return layers_of(cache)[0].common
 
 
-def session_of(cache: DynamicCache | None) -> Any:
-    """What was made for the buffers of a cache; None where nothing was."""
+def session_of(cache: DynamicCache | None, spec: ModelSpec) -> Any:
+    """What was made for the buffers of a cache and this model; None where nothing was."""
     layer = cache.layers[0] if cache is not None and cache.layers else None
-    return layer.common.session if isinstance(layer, KvLayer) else None
+    if not isinstance(layer, KvLayer) or layer.common.spec is not spec:
+        return None
+    return layer.common.session
 
 
 def layers_of(cache: DynamicCache) -> list[KvLayer]:
@@ -326,6 +329,8 @@ def adopt(
     if len(found) == len(spec.layers) and all(isinstance(x, KvLayer) for x in found):
         common = common_of(cache)
         common.max_length = max(common.max_length, max_length)
+        if common.spec is not spec:  # another model went on with it, whose weights its calls read
+            common.session, common.spec = None, spec
         return None
     if len(found) > len(spec.layers):
         return f"a cache of {len(found)} layers"
@@ -346,5 +351,6 @@ def adopt(
 
 
 def _fill(cache: DynamicCache, spec: ModelSpec, common: KvCommon) -> None:
+    common.spec = spec
     cache.layers = [KvLayer(common, spec.cache_copies) for _ in spec.layers]
     cache.layer_class_to_replicate = None

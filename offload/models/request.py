@@ -98,7 +98,7 @@ class Request:
         past = 0 if cache is None else cache.get_seq_length()
         mask = given.get("attention_mask")
         _check_mask(mask, batch, past + tokens, device)
-        session = session_of(cache) if expect and past and tokens == 1 else None
+        session = session_of(cache, spec) if expect and past and tokens == 1 else None
         check = None
         if session is not None and not (session.batch == batch and past < session.capacity):
             session = None

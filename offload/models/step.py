@@ -33,7 +33,7 @@ class Step:
         cache: Any = given.get("cache")
         if cache is None:
             cache = given.get("past_key_values")
-        session = session_of(cache) if type(cache) is DynamicCache else None
+        session = session_of(cache, spec) if type(cache) is DynamicCache else None
         if session is None or given.get("inputs_embeds") is not None:
             return None
         layers = layers_of(cache)

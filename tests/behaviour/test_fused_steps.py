@@ -336,6 +336,22 @@ TURNS = st.lists(
 HISTORIES = ("llama", "gpt2", "opt", "bloom", "gptj")
 
 
+def test_a_cache_goes_from_model_to_model(pair: Pair, tmp_path: Path, begun: list[bool]) -> None:
+    """The calls that were made for it read the weights of one of them."""
+    plain, model = pair
+    folder = variants.save("llama", tmp_path, seed=9)
+    ids, name = tokens(), exactness.name_of_cache(plain)
+    with offloaded(folder, "resident first") as other, torch.no_grad():
+        said = []
+        for first, second in ((model, other), (plain, comparison.plain_model(folder, DEVICE))):
+            cache = first(ids[:, :5])[name]
+            turns = [first, first, second, second, second, first, first]
+            found = [m(ids[:, i : i + 1], **{name: cache}).logits for i, m in enumerate(turns, 5)]
+            said.append(torch.cat(found, 1))
+        assert close(*said)
+    assert any(begun)
+
+
 class History:
     """What one model said in a history, turn by turn."""
 
