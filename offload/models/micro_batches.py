@@ -74,8 +74,13 @@ class MicroBatches:
         pad = _Padding.of(options, model)
         pad.check(options, batch > size)
 
+        allowed = common.pop("prefix_allowed_tokens_fn", None)
+
         def rows(first: int) -> dict[str, Any]:
-            return {name: value[first : first + size] for name, value in split.items()} | common
+            own = {name: value[first : first + size] for name, value in split.items()} | common
+            if allowed is not None:  # it is told which sequence of the batch it is asked about
+                own["prefix_allowed_tokens_fn"] = lambda i, ids: allowed(first + i, ids)
+            return own
 
         def called(number: int) -> str:
             first = number * size

@@ -198,6 +198,15 @@ def test_a_batch_is_split_and_joined(model: Any) -> None:
     assert [len(o.sequences) for o in outputs] == [3, 3, 1]
 
 
+def test_what_asks_for_a_sequence_by_number_gets_that_of_the_batch(model: Any) -> None:
+    whole = variants.inputs("llama", rows=5, length=4)
+    options: Request = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2}
+    options["prefix_allowed_tokens_fn"] = lambda i, ids: list(range(10 + 7 * i, 17 + 7 * i))
+    want = model.generate(**whole, **options)
+    got = model.offload.generate(whole, micro_batch_size=2, **options)
+    assert torch.equal(got, want)
+
+
 @settings(max_examples=8)
 @given(
     rows=st.integers(1, 7),
