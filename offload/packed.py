@@ -42,8 +42,9 @@ def pack(
             `WeightFormat.parse`, with -clip at the end: every group's range is chosen by its
             error), or a dict of patterns: {"default": "int4", "lm_head|layers\\\\.0\\\\.": "int8"}.
             A pattern is a regular expression that is searched for in the names of modules; the
-            first that is found decides. Heads and embeddings are quantised where one names them;
-            "none" leaves a weight as it is.
+            first that is found decides. Heads and embeddings are quantised where one names them,
+            both as one tensor where they are tied and the embeddings are named; a head that is
+            given another format than they is untied. "none" leaves a weight as it is.
         device: where the numbers are worked out (default: the GPU, if there is one).
         revision, trust_remote_code: as in from_pretrained.
         progress: called with the bytes of the checkpoint that are done, and with all.

@@ -137,8 +137,6 @@ def test_heads_and_embeddings_where_asked(source: Source, tmp_path: Path) -> Non
         ("llama", {"nosuch": "int4"}, ValueError, "'nosuch' is found in the name of no weight"),
         ("llama", {"default": "int4", "norm": "int8"}, ValueError, "'norm' is found in the name"),
         ("llama", "int4-g128", ValueError, r"q_proj.weight \(.*: 64 inputs do not divide into gr"),
-        ("llama-tied", {"lm_head": "int8"}, ValueError, "'lm_head' is found in the name of no"),
-        ("llama-tied", {"embed_tokens": "int8"}, UnsupportedError, "lm_head.weight share; a shar"),
     ],
 )
 def test_wishes_that_cannot_be_met(

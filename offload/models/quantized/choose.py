@@ -13,7 +13,7 @@ from offload.checkpoint import Checkpoint
 from offload.checkpoint.extent import Extent
 from offload.checkpoint.lazy import LazyTensor, extents_of
 from offload.errors import UnsupportedError
-from offload.models.modules import Shared, find_layers, shared_parameters
+from offload.models.modules import Binding, Shared, find_layers, shared_parameters
 from offload.models.quantized.wanted import Wanted, Wishes
 
 WEIGHT = ".weight"
@@ -21,7 +21,11 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor of the checkpoint, and what it becomes (None: it stays as it is)."""
+    """A tensor of the checkpoint, and what it becomes (None: it stays as it is).
+
+    `name` is what it is called there, but for a head that is untied from the embeddings: that one
+    is made of their tensor, too.
+    """
 
     name: str
     extent: Extent
@@ -40,15 +44,19 @@ class Choice:
     weights: list[StoredWeight]
     linear: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Every Linear of the model by its weight's tensor: the names it goes by, in checkpoint and
-    model."""
+    model. A head that shares the embeddings' is among them."""
+    untied: bool = False
+    """Whether embeddings and head, one tensor in the checkpoint, become two."""
 
 
 def choose(model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> Choice:
     """What `wishes` make of the weights of `model`, which was built on `checkpoint`.
 
-    The default is for the Linears of the layers, experts included; heads, embeddings and Linears
-    elsewhere are quantised where a pattern names them. Raises ValueError for a pattern that names
-    nothing and a shape that does not divide, UnsupportedError for a tied weight.
+    The default is for the Linears of the layers, experts included; heads, embeddings, Linears
+    elsewhere and tied weights are quantised where a pattern names them. A head that is tied to the
+    embeddings goes with them, as one tensor, unless a pattern that names it says another thing:
+    then the two are untied. Raises ValueError for a pattern that names nothing and a shape that
+    does not divide, UnsupportedError for a head that cannot be untied.
     """
     by_place = {(e.file, e.offset, e.nbytes): n for n, e in reversed(checkpoint.tensors.items())}
     inside = {id(m) for layer in find_layers(model).values() for m in layer.modules()}
@@ -56,37 +64,70 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> Ch
     choice = Choice([])
     matched: dict[str, int] = {pattern: 0 for pattern, _ in wishes.patterns}
     seen: set[str] = set()
+
+    def asked(names: Iterable[str], possible: bool, by_default: bool) -> tuple[bool, Wanted | None]:
+        """Whether a pattern names a module of these names, and what it gets."""
+        wanted, pattern = wishes.find(names)
+        if not possible or (pattern is None and not by_default):
+            return False, None
+        if pattern is not None:
+            matched[pattern] += 1
+        return pattern is not None, wanted
+
     for shared in shared_parameters(model):
+        tied = len(shared.bindings) > 1
         for name in dict.fromkeys(_tensors(shared, by_place)):
             if name in seen:
                 continue
             seen.add(name)
             extent, binding = checkpoint.tensors[name], shared.bindings[0]
-            names = (name.removesuffix(WEIGHT), binding.name.rpartition(".")[0])
             kind = _kind(shared, name, extent, by_place)
+            heads = [b for b in shared.bindings[1:] if kind == "embedding" and b.module is head]
+            others = [_module_of(b) for b in shared.bindings if b not in heads]
+            names = list(dict.fromkeys((name.removesuffix(WEIGHT), *others)))
             if kind == "linear":
-                choice.linear[name] = tuple(dict.fromkeys(names))
-            wanted, pattern = wishes.find(names)
+                choice.linear[name] = tuple(names)
             by_default = kind in ("linear", "expert") and id(binding.module) in inside
-            if kind is None or (pattern is None and (not by_default or binding.module is head)):
-                wanted = None
-            elif pattern is not None:
-                matched[pattern] += 1
-            if wanted is not None and len(shared.bindings) > 1:
-                if pattern is not None:
-                    raise UnsupportedError(
-                        f"quantization: {pattern!r} names {name}, which "
-                        f"{' and '.join(b.name for b in shared.bindings)} share; a shared weight "
-                        "is not quantised, since other engines read it once"
-                    )
-                wanted = None
+            by_default = by_default and binding.module is not head and not tied
+            _, wanted = asked(names, kind is not None, by_default)
             if wanted is not None:
                 _check_shape(wanted, name, extent)
             choice.weights.append(StoredWeight(name, extent, wanted))
+            for b in heads:
+                choice.linear[name] = (_module_of(b),)
+                named, of_head = asked([_module_of(b)], True, False)
+                if not named or of_head == wanted:
+                    continue  # they stay one tensor
+                del choice.linear[name]
+                choice.linear[b.name] = (_module_of(b),)
+                _check_untied(model, b.name, wishes)
+                if of_head is not None:
+                    _check_shape(of_head, name, extent)
+                choice.weights.append(StoredWeight(b.name, extent, of_head))
+                choice.untied = True
+                seen.add(b.name)
     rest = [n for n in checkpoint.tensors if n not in seen]
     choice.weights += [StoredWeight(name, checkpoint.tensors[name], None) for name in rest]
     _check_found(model, choice.weights, matched)
     return choice
+
+
+def _module_of(binding: Binding) -> str:
+    return binding.name.rpartition(".")[0]
+
+
+def _check_untied(model: PreTrainedModel, name: str, wishes: Wishes) -> None:
+    """Refuse to part a head from the embeddings where config.json has no word for that."""
+    config = model.config
+    one = (
+        getattr(config, "tie_word_embeddings", None) is True and config.get_text_config() is config
+    )
+    if not one or not name.endswith(WEIGHT):
+        raise UnsupportedError(
+            f"quantization: {name} is the embeddings' tensor, and other patterns decide about "
+            f"those; {type(model).__name__} has no setting that parts them: let one pattern of "
+            f"{[pattern for pattern, _ in wishes.patterns]} name both, or neither"
+        )
 
 
 def _tensors(shared: Shared, by_place: Mapping[tuple[str, int, int], str]) -> Iterator[str]:

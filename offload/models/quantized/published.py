@@ -38,7 +38,8 @@ def describe_choice(choice: Choice) -> dict[str, Any]:
     named: dict[WeightFormat, list[str]] = {}
     for weight in choice.weights:
         if weight.wanted is not None:
-            called = choice.linear.get(weight.name, (weight.module,))
+            # Of embeddings that are the head's, too, both.
+            called = dict.fromkeys((weight.module, *choice.linear.get(weight.name, ())))
             named.setdefault(weight.wanted.form, []).extend(called)
     linear = {name for names in choice.linear.values() for name in names}
     main = max(named, key=lambda form: len(named[form]))

@@ -119,6 +119,8 @@ def write_quantised(
         _write_index(partial / INDEX, shards)
         _copy_rest(checkpoint.folder, partial)
         config = {**read_config(checkpoint.folder), "quantization_config": describe_choice(choice)}
+        if choice.untied:
+            config["tie_word_embeddings"] = False
         with atomic_write(partial / "config.json") as stream:
             stream.write(json.dumps(config, indent=2).encode() + b"\n")
         (partial / _KEY).unlink()
