@@ -82,6 +82,7 @@ def check(out: Path, plain: nn.Module, name: str, place: Any, dtype: torch.dtype
     assert not exactness.worse(got, want, exact, dtype)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("name", "asked", "place"), FLOAT32, ids=str)
 def test_packed_folders(source: Source, tmp_path: Path, name: str, asked: Any, place: Any) -> None:
     check(*packed(source, tmp_path, name, asked, torch.float32), name, place, torch.float32)

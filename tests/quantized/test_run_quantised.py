@@ -19,6 +19,7 @@ Source = Callable[[str], Path]
 ASKED = {"default": "int4", r"layers\.0\.": "int8-g32", "lm_head": "fp8"}
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_logits_are_those_of_a_packed_folder(
     source: Source, tmp_path: Path, tier: str, caplog: Any

@@ -66,6 +66,7 @@ def check(folder: Path, plain: transformers.PreTrainedModel, tier: str, tmp_path
     assert not (tmp_path / "offload-home").exists()  # from the files as they are
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("name", "asked", "tier"), in_turns(PACKED), ids=str)
 def test_packed_folders(source: Source, tmp_path: Path, name: str, asked: Any, tier: str) -> None:
     out = folders.pack(source(name), tmp_path / "out", asked)
