@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "quant_gemm.cuh"
+#include "quant_gemm_direct.cuh"
 
 namespace offload {
 namespace {
@@ -21,6 +21,7 @@ struct QuantChoice {
     int threads = 0, blocks = 0;  // of a multiprocessor
     int tile_rows = 0, chunk_bytes = 0, chunk_steps = 0, step_depth = 0;
     int half_sums = 0, parts_bytes = 0;
+    bool direct = false;
 };
 
 template <typename T, int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps,
@@ -40,6 +41,25 @@ QuantChoice choose_kernel(int index) {
             Shape::kPartsBytes};
 }
 
+// Blocks that take their codes straight from global memory have no stages.
+template <typename T, int kBits, int kColumns, int kGroups, int kParts, int kBlocks,
+          bool kScaleWeights>
+QuantChoice choose_direct(int index) {
+    using Shape = QuantShape<kBits, kColumns, kGroups * kParts, 1, kGroups, 1>;
+    return {direct_gemm_kernel<T, kBits, kColumns, kGroups, kParts, kBlocks, kScaleWeights>,
+            index,
+            kScaleWeights,
+            Shape::kThreads,
+            kBlocks,
+            Shape::kTileRows,
+            kUnitBytes,
+            kUnitBytes / kStepBytes,
+            Shape::kStepDepth,
+            kScaleWeights ? 0 : Shape::kHalfSums,
+            2 * Shape::kPartsBytes,
+            true};
+}
+
 constexpr int kQuantKernels = 64;
 
 // Sums are scaled where 32 bytes of codes share a scale.
@@ -47,12 +67,12 @@ template <typename T, int kBits, bool kScaleWeights>
 QuantChoice kernel_of(int rows, int variant, int base) {
     constexpr bool kScale = kScaleWeights;
     if (rows <= kFewRows) {
-        if (variant == 1) return choose_kernel<T, kBits, 1, 16, 1, 2, 2, kScale>(base);
-        if (variant == 2) return choose_kernel<T, kBits, 1, 8, 1, 1, 2, kScale>(base + 1);
+        if (variant == 1) return choose_direct<T, kBits, 1, 2, 4, 2, kScale>(base);
+        if (variant == 2) return choose_direct<T, kBits, 1, 1, 8, 2, kScale>(base + 1);
         if (variant == 3) return choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScale>(base + 2);
     } else {
-        if (variant == 1) return choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScale>(base + 3);
-        if (variant == 2) return choose_kernel<T, kBits, 2, 8, 2, 1, 1, kScale>(base + 4);
+        if (variant == 1) return choose_direct<T, kBits, 2, 2, 4, 2, kScale>(base + 5);
+        if (variant == 2) return choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScale>(base + 6);
     }
     return {};
 }
@@ -60,13 +80,13 @@ QuantChoice kernel_of(int rows, int variant, int base) {
 template <typename T>
 QuantChoice kernel_of(const OffloadQuantGemm& a, int variant, int base) {
     if (a.bits == 8) return kernel_of<T, 8, false>(a.rows, variant, base);
-    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, variant, base + 6)
-                        : kernel_of<T, 4, false>(a.rows, variant, base + 12);
+    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, variant, base + 7)
+                        : kernel_of<T, 4, false>(a.rows, variant, base + 14);
 }
 
 QuantChoice kernel_of(const OffloadQuantGemm& a, int variant) {
     return a.dtype == OFFLOAD_F16 ? kernel_of<__half>(a, variant, 0)
-                                  : kernel_of<__nv_bfloat16>(a, variant, 18);
+                                  : kernel_of<__nv_bfloat16>(a, variant, 21);
 }
 
 int variant_count(const OffloadQuantGemm& a) {
@@ -134,14 +154,17 @@ bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int pass
     constexpr int kLeastStages = 3, kMostStages = 6;
     QuantPlan& p = call.plan;
     p.pass_chunks = ceil_div(p.chunks, passes);
-    const int64_t steps = std::min(p.pass_chunks * c.chunk_steps, p.steps);
+    const int pass_steps = p.pass_chunks * c.chunk_steps;
+    const int64_t steps = c.direct ? pass_steps : std::min(pass_steps, p.steps);
     const int64_t pitch = steps * c.step_depth * 2 + 64;
     const int64_t inputs = pitch * a.rows, sums = steps * 2 * c.half_sums;
     const int64_t earlier = passes == 1 ? 0 : int64_t{p.tiles} * c.tile_rows * a.rows * 4;
     const int64_t rest = inputs + sums + c.parts_bytes + earlier;
-    const int stage_bytes = c.tile_rows * c.chunk_bytes;
+    const int stage_bytes = c.direct ? 0 : c.tile_rows * c.chunk_bytes;
     if (rest + kLeastStages * stage_bytes > room) return false;
-    p.stages = static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
+    p.stages = c.direct
+                   ? 0
+                   : static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
     p.input_pitch = static_cast<int>(pitch);
     p.inputs_at = p.stages * stage_bytes;
     p.input_sums_at = p.inputs_at + static_cast<int>(inputs);

@@ -174,6 +174,112 @@ __device__ __noinline__ void finish_tile(const OffloadQuantGemm& a, const QuantP
     }
 }
 
+// The pair forms of 8 codes a word, or of 4, in the order of `arrange`.
+template <typename T, int kBits>
+__device__ __forceinline__ void expand_codes(const uint2& codes, uint32_t (&w)[8 / kBits][4]) {
+    if constexpr (kBits == 4) {
+        Codes<T, 4>::expand(codes.x, w[0]);
+        Codes<T, 4>::expand(codes.y, w[1]);
+    } else {
+        Codes<T, 8>::expand(codes.x, reinterpret_cast<uint32_t (&)[2]>(w[0][0]));
+        Codes<T, 8>::expand(codes.y, reinterpret_cast<uint32_t (&)[2]>(w[0][2]));
+    }
+}
+
+// (code - zero) * scale, rounded to T.
+template <typename T, int kBits>
+__device__ __forceinline__ void scale_codes(uint32_t (&w)[8 / kBits][4], uint32_t scale, int zero) {
+    const uint32_t minus = pair_of<T>(static_cast<float>(-zero - Codes<T, kBits>::kOffset));
+    const uint32_t times = low_halves(scale, scale);
+    constexpr uint32_t kMinusZero = 0x80008000u;
+#pragma unroll
+    for (int i = 0; i < 8 / kBits * 4; ++i) {
+        uint32_t& x = w[i / 4][i % 4];
+        x = multiply_add_pair(multiply_add_pair(x, kOnes<T>, minus, T()), times, kMinusZero, T());
+    }
+}
+
+// The codes of half a step, of rows 8 apart, times the activations of 8 rows, 8 at once in two
+// products.
+template <typename T, int kWords>
+__device__ __forceinline__ void multiply_words(float (&sum)[4], const uint32_t (&w)[2][kWords][4],
+                                               const unsigned char* from) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        const uint4 x = *reinterpret_cast<const uint4*>(from + i * 64);
+        multiply_tile(sum, w[0][i][0], w[1][i][0], w[0][i][1], w[1][i][1], x.x, x.y, T());
+        multiply_tile(sum, w[0][i][2], w[1][i][2], w[0][i][3], w[1][i][3], x.z, x.w, T());
+    }
+}
+
+// What the sums of activations are kept times.
+template <typename T, int kBits>
+constexpr int kCorrectedBy =
+    kBits == 4 ? Codes<T, kBits>::kOffset + Codes<T, kBits>::kMiddle : Codes<T, kBits>::kMiddle;
+
+// Brings the activations of `steps` steps into shared memory, and their sums. Piece i of lane t's
+// pieces of half a step goes to place 4 i + t, and rows lie an odd number of 64 bytes apart: 8
+// lanes that read at the same time meet no bank twice. For half a step, -kCorrectedBy times the sum
+// of the activations of each row is what sums of products with codes start from, and what corrects
+// them where a zero is not the middle one.
+template <typename T, int kBits, int kColumns, int kThreads, bool kScaleWeights>
+__device__ __forceinline__ void begin_inputs(const OffloadQuantGemm& a, const QuantPlan& p,
+                                             unsigned char* shared, int first, int steps) {
+    constexpr int kHalfDepth = 256 / kBits, kWords = 8 / kBits;
+    constexpr int kHalfPieces = kHalfDepth / 8, kStepPieces = 2 * kHalfPieces;
+    const int thread = static_cast<int>(threadIdx.x), row = thread % 32 / 4, quarter = thread % 4;
+    unsigned char* const inputs = shared + p.inputs_at;
+    const int pieces = steps * kStepPieces, there = a.depth / 8 - first * kStepPieces;
+    const uint16_t* const from =
+        static_cast<const uint16_t*>(a.input) + static_cast<int64_t>(first) * (2 * kHalfDepth);
+    constexpr int kAtOnce = 4;
+    int r = thread / pieces, q = thread % pieces;
+    while (r < a.rows) {
+        uint4 x[kAtOnce];
+        int to[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            x[i] = make_uint4(0, 0, 0, 0);
+            to[i] = -1;
+            if (r < a.rows) {
+                const int in_half = q % kHalfPieces;
+                to[i] = r * p.input_pitch +
+                        (q - in_half + in_half % kWords * 4 + in_half / kWords) * 16;
+                if (q < there)
+                    x[i] =
+                        load_past_l1(reinterpret_cast<const uint4*>(from + r * a.input_stride) + q);
+                for (q += kThreads; q >= pieces; q -= pieces) ++r;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (to[i] >= 0)
+                *reinterpret_cast<uint4*>(inputs + to[i]) = Codes<T, kBits>::arrange(x[i]);
+    }
+    __syncthreads();
+    if (kScaleWeights || (kBits == 8 && !a.zero)) return;
+    for (int half = thread / 32; half < steps * 2; half += kThreads / 32) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            const unsigned char* const x_of = inputs +
+                                              min(c * 8 + row, a.rows - 1) * p.input_pitch +
+                                              half * (kHalfDepth * 2) + quarter * 16;
+            constexpr uint32_t kOne = kOnes<T>;
+            uint32_t ones[2][kWords][4];
+#pragma unroll
+            for (int i = 0; i < 2 * kWords * 4; ++i) (&ones[0][0][0])[i] = kOne;
+            float sum[4] = {};
+            multiply_words<T, kWords>(sum, ones, x_of);
+            constexpr float kTimes = -kCorrectedBy<T, kBits>;
+            if (row == 0)
+                *reinterpret_cast<float4*>(shared + p.input_sums_at + (half * kColumns + c) * 64 +
+                                           quarter * 16) =
+                    make_float4(kTimes * sum[0], kTimes * sum[1], kTimes * sum[0], kTimes * sum[1]);
+        }
+    }
+    __syncthreads();
+}
+
 // Scales and zeros of a warp's step: of each of a lane's rows (8 apart) what the halves have,
 // scales in a word of each, or both in one, the first's in its low half.
 template <int kTiles, bool kApart>
@@ -350,83 +456,6 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
         inputs_of[c] = inputs + min(c * 8 + row, a.rows - 1) * p.input_pitch + quarter * 16;
-    // The activations of a pass. Piece i of lane t's pieces of half a step goes to place 4 i + t,
-    // and rows lie an odd number of 64 bytes apart: 8 lanes that read at the same time meet no bank
-    // twice.
-    auto begin_pass = [&](int first_chunk) {
-        constexpr int kHalfPieces = Shape::kHalfDepth / 8, kStepPieces = 2 * kHalfPieces;
-        const int first = first_chunk * Shape::kChunkSteps;
-        const int steps = min(p.pass_chunks * Shape::kChunkSteps, p.steps - first);
-        const int pieces = steps * kStepPieces, there = a.depth / 8 - first * kStepPieces;
-        const uint16_t* const from =
-            static_cast<const uint16_t*>(a.input) + static_cast<int64_t>(first) * Shape::kStepDepth;
-        constexpr int kAtOnce = 4;
-        int r = thread / pieces, q = thread % pieces;
-        while (r < a.rows) {
-            uint4 x[kAtOnce];
-            int to[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                x[i] = make_uint4(0, 0, 0, 0);
-                to[i] = -1;
-                if (r < a.rows) {
-                    const int in_half = q % kHalfPieces;
-                    to[i] =
-                        r * p.input_pitch +
-                        (q - in_half + in_half % Shape::kWords * 4 + in_half / Shape::kWords) * 16;
-                    if (q < there)
-                        x[i] = load_past_l1(
-                            reinterpret_cast<const uint4*>(from + r * a.input_stride) + q);
-                    for (q += Shape::kThreads; q >= pieces; q -= pieces) ++r;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
-                if (to[i] >= 0) *reinterpret_cast<uint4*>(inputs + to[i]) = Code::arrange(x[i]);
-        }
-        __syncthreads();
-        if (kScaleWeights || (kBits == 8 && !a.zero)) return;
-        for (int half = warp; half < steps * 2; half += kWarps) {
-#pragma unroll
-            for (int c = 0; c < kColumns; ++c) {
-                float sum[4] = {};
-#pragma unroll
-                for (int i = 0; i < Shape::kWords; ++i) {
-                    const uint4 x = *reinterpret_cast<const uint4*>(
-                        inputs_of[c] + half * Shape::kHalfInputs + i * 64);
-                    constexpr uint32_t kOne = kOnes<T>;
-                    multiply_tile(sum, kOne, kOne, kOne, kOne, x.x, x.y, T());
-                    multiply_tile(sum, kOne, kOne, kOne, kOne, x.z, x.w, T());
-                }
-                if (row == 0)
-                    *reinterpret_cast<float4*>(input_sums + half * Shape::kHalfSums + c * 64) =
-                        make_float4(-kCorrected * sum[0], -kCorrected * sum[1],
-                                    -kCorrected * sum[0], -kCorrected * sum[1]);
-            }
-        }
-        __syncthreads();
-    };
-
-    // The codes of half a step, of rows 8 apart, times the activations of 8 rows, 8 at once in two
-    // products.
-    auto multiply_words = [&](float (&sum)[4], const uint32_t (&w)[2][Shape::kWords][4],
-                              const unsigned char* from) {
-#pragma unroll
-        for (int i = 0; i < Shape::kWords; ++i) {
-            const uint4 x = *reinterpret_cast<const uint4*>(from + i * 64);
-            multiply_tile(sum, w[0][i][0], w[1][i][0], w[0][i][1], w[1][i][1], x.x, x.y, T());
-            multiply_tile(sum, w[0][i][2], w[1][i][2], w[0][i][3], w[1][i][3], x.z, x.w, T());
-        }
-    };
-    auto expand = [](const uint2& codes, uint32_t (&w)[Shape::kWords][4]) {
-        if constexpr (kBits == 4) {
-            Code::expand(codes.x, w[0]);
-            Code::expand(codes.y, w[1]);
-        } else {
-            Code::expand(codes.x, reinterpret_cast<uint32_t (&)[2]>(w[0][0]));
-            Code::expand(codes.y, reinterpret_cast<uint32_t (&)[2]>(w[0][2]));
-        }
-    };
     const unsigned char* codes_of[2];  // of the first step of a stage, of its halves
 #pragma unroll
     for (int j = 0; j < 2; ++j)
@@ -446,10 +475,10 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
                 float scale[2], correction[2];
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    expand(*reinterpret_cast<const uint2*>(codes_of[j] + stage_at +
-                                                           s * (kParts * kStepBytes) +
-                                                           (m * 16 + h * 8) * Shape::kChunkBytes),
-                           w[h]);
+                    expand_codes<T, kBits>(*reinterpret_cast<const uint2*>(
+                                               codes_of[j] + stage_at + s * (kParts * kStepBytes) +
+                                               (m * 16 + h * 8) * Shape::kChunkBytes),
+                                           w[h]);
                     int zero = Code::kMiddle;
                     if (kZeros) {
                         const uint32_t word =
@@ -457,17 +486,7 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
                         zero = static_cast<int>(word >> zero_shift[m][h] & kMask);
                     }
                     if (kScaleWeights) {
-                        const uint32_t minus =
-                            pair_of<T>(static_cast<float>(-zero - Code::kOffset));
-                        const uint32_t one = at.scales[m][h][j * kScaleWeights];
-                        const uint32_t times = low_halves(one, one);
-                        constexpr uint32_t kMinusZero = 0x80008000u;
-#pragma unroll
-                        for (int i = 0; i < Shape::kWords * 4; ++i) {
-                            uint32_t& x = w[h][i / 4][i % 4];
-                            x = multiply_add_pair(multiply_add_pair(x, kOnes<T>, minus, T()), times,
-                                                  kMinusZero, T());
-                        }
+                        scale_codes<T, kBits>(w[h], at.scales[m][h][j * kScaleWeights], zero);
                     } else {
                         scale[h] = scale_in(at.scales[m][h][0], j && !shared_scale, T());
                         correction[h] = scale[h] * (static_cast<float>(zero - Code::kMiddle) *
@@ -478,7 +497,7 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
                 for (int c = 0; c < kColumns; ++c) {
                     const unsigned char* const from = inputs_of[c] + half * Shape::kHalfInputs;
                     if constexpr (kScaleWeights) {
-                        multiply_words(sums[m][c], w, from);
+                        multiply_words<T, Shape::kWords>(sums[m][c], w, from);
                     } else {
                         float sum[4] = {};
                         float4 start = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -491,7 +510,7 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
                             sum[2] = start.z;
                             sum[3] = start.w;
                         }
-                        multiply_words(sum, w, from);
+                        multiply_words<T, Shape::kWords>(sum, w, from);
 #pragma unroll
                         for (int i = 0; i < 4; ++i) sums[m][c][i] += scale[i / 2] * sum[i];
                         if (kZeros) {
@@ -528,7 +547,9 @@ __global__ void __launch_bounds__(kWarps * 32, kQuantWarps / kWarps)
         for (int first = 0; first < p.chunks; first += p.pass_chunks) {
             const int end = min(first + p.pass_chunks, p.chunks);
             if (first > 0) __syncthreads();  // all are done with the activations
-            begin_pass(first);
+            begin_inputs<T, kBits, kColumns, Shape::kThreads, kScaleWeights>(
+                a, p, shared, first * Shape::kChunkSteps,
+                min(p.pass_chunks * Shape::kChunkSteps, p.steps - first * Shape::kChunkSteps));
             int tile = 0, chunk = first;
             // One stage, whose scales are `now`; those of the stage behind it come into `then`. Two
             // in turn, since a copy would wait for what has just been asked for.
