@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from offload.kernels import Norm
-from offload.models.held import Held, Hooks, Place, parameters_of
 from offload.models.layer_weights import make_norm
 from offload.models.placeholder import Placeholder
 from offload.models.spec import Angles, ModelSpec
+from offload.models.watched import Hooks, Place, Watched, parameters_of
 
 _PLAIN = (bool, int, float, str, type(None))  # attributes that a forward may read
 
@@ -33,7 +33,7 @@ class Ahead:
         self._functions = [(m, type(m), type(m).forward) for m in modules]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
         self._tensors = [t for t in tensors if t is not None]
-        self._held = Held(place for m in modules for place in _places(m, m is holder))
+        self._watched = Watched(place for m in modules for place in _places(m, m is holder))
         self._by_length = any(_by_length(m) for m in modules)
         streamed = any(isinstance(t.data, Placeholder) for t in self._tensors)
         own = not any("forward" in vars(m) for m in modules if m is not holder)
@@ -50,7 +50,7 @@ class Ahead:
         if self._by_length:
             return False  # their buffers change by themselves, and nothing is repeated
         return (
-            self._held.changed()
+            self._watched.changed()
             or self._hooks.foreign() != self._hooked
             or [t.data_ptr() for t in self._tensors] != self._addresses
             or any(
@@ -89,11 +89,11 @@ class LastNorm:
         self._hooks = Hooks(module.modules())
         itself: Place = (holder._modules, spec.final_norm, module)
         forward: Place = (vars(module), "forward", vars(module).get("forward"))
-        self._held = Held([itself, forward, *parameters_of(module)])
+        self._watched = Watched([itself, forward, *parameters_of(module)])
 
     def norm(self) -> Norm | None:
         """What the module computes, for the kernels; None where it has to be asked."""
-        if self._norm is None or self._held.changed() or self._hooks.foreign():
+        if self._norm is None or self._watched.changed() or self._hooks.foreign():
             return None
         return self._norm
 

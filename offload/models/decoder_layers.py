@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from offload.models.adjacent import lie_together
-from offload.models.held import Held, Hooks, Structure, parameters_of
 from offload.models.hooked import LayerForward
 from offload.models.layer_weights import LayerWeights
 from offload.models.parts import Part
@@ -18,6 +17,7 @@ from offload.models.quantized.in_rows import rearrange
 from offload.models.quantized.layer import QuantisedLayer, adjacent_of
 from offload.models.quantized.scratch import Scratch
 from offload.models.spec import LayerSpec, ModelSpec
+from offload.models.watched import Hooks, Structure, Watched, parameters_of
 from offload.scheduler.stream import Stream
 
 
@@ -104,13 +104,13 @@ class DecoderLayers:
         modules = [part.modules[0] for part in own]
         self._structure = Structure(holder.get_submodule(spec.layer_list))
         self._hooks = Hooks(inner for module in modules for inner in module.modules())
-        self._held = Held(
+        self._resident = Watched(
             place
             for layer, module in zip(self.layers, modules, strict=True)
             if not layer.streamed  # `in_place` looks at those
             for place in parameters_of(module)
         )
-        self._whole = Held(
+        self._placeholders = Watched(
             place
             for layer in self.layers
             if layer.quantised is not None
@@ -130,7 +130,7 @@ class DecoderLayers:
 
     def why_not(self) -> str | None:
         """What the user changed in a layer that only transformers' modules do justice."""
-        if self._held.changed() or self._whole.changed():
+        if self._resident.changed() or self._placeholders.changed():
             return "a weight that was replaced"
         if self._structure.changed():
             return "a module of a layer that was replaced"
@@ -142,7 +142,7 @@ class DecoderLayers:
         """Let go of the weights."""
         self.layers.clear()
         self.stretches.clear()
-        self._held = self._whole = Held(())
+        self._resident = self._placeholders = Watched(())
 
 
 def _lay_together(layer: nn.Module, names: tuple[str, ...]) -> None:

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offload.models.families import FAMILIES, Names
-from offload.models.held import is_foreign
 from offload.models.modules import find_layers
 from offload.models.quantized.forward import quantised_forward, whole_parameters
 from offload.models.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
+from offload.models.watched import is_foreign
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -20,7 +20,7 @@ WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredWeight:
+class CheckpointWeight:
     """A tensor of the checkpoint, and what it becomes (None: it stays as it is).
 
     `name` is what it is called there, but for a head that is untied from the embeddings: that one
@@ -41,7 +41,7 @@ class StoredWeight:
 class Choice:
     """All tensors, in the order in which the model uses them, those it does not use at the end."""
 
-    weights: list[StoredWeight]
+    weights: list[CheckpointWeight]
     linear: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Every Linear of the model by its weight's tensor: the names it goes by, in checkpoint and
     model. A head that shares the embeddings' is among them."""
@@ -92,7 +92,7 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> Ch
             _, wanted = asked(names, kind is not None, by_default)
             if wanted is not None:
                 _check_shape(wanted, name, extent)
-            choice.weights.append(StoredWeight(name, extent, wanted))
+            choice.weights.append(CheckpointWeight(name, extent, wanted))
             for b in heads:
                 choice.linear[name] = (_module_of(b),)
                 named, of_head = asked([_module_of(b)], True, False)
@@ -103,11 +103,11 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> Ch
                 _check_untied(model, b.name, wishes)
                 if of_head is not None:
                     _check_shape(of_head, name, extent)
-                choice.weights.append(StoredWeight(b.name, extent, of_head))
+                choice.weights.append(CheckpointWeight(b.name, extent, of_head))
                 choice.untied = True
                 seen.add(b.name)
     rest = [n for n in checkpoint.tensors if n not in seen]
-    choice.weights += [StoredWeight(name, checkpoint.tensors[name], None) for name in rest]
+    choice.weights += [CheckpointWeight(name, checkpoint.tensors[name], None) for name in rest]
     _check_found(model, choice.weights, matched)
     return choice
 
@@ -164,7 +164,7 @@ def _check_shape(wanted: Wanted, name: str, extent: Extent) -> None:
 
 
 def _check_found(
-    model: PreTrainedModel, weights: Iterable[StoredWeight], matched: Mapping[str, int]
+    model: PreTrainedModel, weights: Iterable[CheckpointWeight], matched: Mapping[str, int]
 ) -> None:
     for pattern, count in matched.items():
         if not count:

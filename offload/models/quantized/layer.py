@@ -17,13 +17,13 @@ from offload.kernels.int8_linear import why_not_int8
 from offload.kernels.quant_gemm import why_not_fused
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
-from offload.models.held import Place
 from offload.models.quantized.coded import Decoder
 from offload.models.quantized.forward import quantised_forwards
 from offload.models.quantized.in_rows import rearranged
 from offload.models.quantized.scratch import Scratch
 from offload.models.quantized.whole import Fill, WholeWeight
 from offload.models.spec import LayerSpec, LinearSpec, ModelSpec
+from offload.models.watched import Place
 from offload.store.layout import align
 
 # Of their stored tensors, each row belongs to one output, or to some that lie together.

@@ -22,7 +22,7 @@ from offload.checkpoint.extent import Extent, read_into
 from offload.checkpoint.weight_files import read_config
 from offload.errors import CheckpointError
 from offload.kernels.quantize import quantise
-from offload.models.quantized.choose import StoredWeight, choose
+from offload.models.quantized.choose import CheckpointWeight, choose
 from offload.models.quantized.published import describe_choice
 from offload.models.quantized.wanted import Wishes
 from offload.store.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
@@ -51,7 +51,7 @@ _Parts = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class _Entry:
     """One tensor of the checkpoint in its new file: the tensors it becomes, by their full names."""
 
-    weight: StoredWeight
+    weight: CheckpointWeight
     parts: _Parts
 
     @property
@@ -61,7 +61,7 @@ class _Entry:
         return nbytes if self.weight.wanted is not None else min(nbytes, PIECE)
 
     @classmethod
-    def of(cls, weight: StoredWeight) -> _Entry:
+    def of(cls, weight: CheckpointWeight) -> _Entry:
         extent = weight.extent
         if weight.wanted is None:
             return cls(weight, {weight.name: (extent.dtype, tuple(extent.shape))})

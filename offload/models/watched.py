@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 Place = tuple[dict[str, Any], str, Any]  # a dict, a key, and what is there; None: nothing
 
 
-class Held:
+class Watched:
     """Places, and what they held at first. A step looks at a thousand, so loops are C's."""
 
     def __init__(self, places: Iterable[Place]) -> None:
@@ -33,7 +33,7 @@ class Structure:
         inner = list(module.modules())
         self._children: list[dict[str, Any]] = [m._modules for m in inner if m._modules]
         self._before = [dict(children) for children in self._children]
-        self._forwards = Held((vars(m), "forward", vars(m).get("forward")) for m in inner)
+        self._forwards = Watched((vars(m), "forward", vars(m).get("forward")) for m in inner)
 
     def changed(self) -> bool:
         """Whether a module or a forward was put in, taken out or replaced."""
