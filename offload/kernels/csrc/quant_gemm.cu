@@ -21,7 +21,7 @@ struct QuantChoice {
     int threads = 0, blocks = 0;  // of a multiprocessor
     int tile_rows = 0, chunk_bytes = 0, chunk_steps = 0, step_depth = 0;
     int half_sums = 0, parts_bytes = 0;
-    bool direct = false;
+    int parts = 0;  // of the depth, whose warps have units of their own; 0: stages for all
 };
 
 template <typename T, int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps,
@@ -57,7 +57,7 @@ QuantChoice choose_direct(int index) {
             Shape::kStepDepth,
             kScaleWeights ? 0 : Shape::kHalfSums,
             2 * Shape::kPartsBytes,
-            true};
+            kParts};
 }
 
 constexpr int kQuantKernels = 64;
@@ -154,17 +154,17 @@ bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int pass
     constexpr int kLeastStages = 3, kMostStages = 6;
     QuantPlan& p = call.plan;
     p.pass_chunks = ceil_div(p.chunks, passes);
+    if (c.parts) p.pass_chunks = ceil_div(p.pass_chunks, c.parts) * c.parts;  // as many for all
     const int pass_steps = p.pass_chunks * c.chunk_steps;
-    const int64_t steps = c.direct ? pass_steps : std::min(pass_steps, p.steps);
+    const int64_t steps = c.parts ? pass_steps : std::min(pass_steps, p.steps);
     const int64_t pitch = steps * c.step_depth * 2 + 64;
     const int64_t inputs = pitch * a.rows, sums = steps * 2 * c.half_sums;
     const int64_t earlier = passes == 1 ? 0 : int64_t{p.tiles} * c.tile_rows * a.rows * 4;
     const int64_t rest = inputs + sums + c.parts_bytes + earlier;
-    const int stage_bytes = c.direct ? 0 : c.tile_rows * c.chunk_bytes;
+    const int stage_bytes = c.parts ? 0 : c.tile_rows * c.chunk_bytes;
     if (rest + kLeastStages * stage_bytes > room) return false;
-    p.stages = c.direct
-                   ? 0
-                   : static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
+    p.stages =
+        c.parts ? 0 : static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
     p.input_pitch = static_cast<int>(pitch);
     p.inputs_at = p.stages * stage_bytes;
     p.input_sums_at = p.inputs_at + static_cast<int>(inputs);
