@@ -26,7 +26,7 @@ from offload.models.lockstep import run_together
 from offload.models.micro_batches import MicroBatches
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
-from offload.models.quantized.forward import (
+from offload.models.quantized.modules import (
     linears_in_int8,
     quantised_weights,
     release_quantised,

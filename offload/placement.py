@@ -17,7 +17,7 @@ from offload.kernels.host_library import why_not_host
 from offload.models.host_rows import why_not_on_cpu
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts
-from offload.models.quantized.forward import scratch_bytes
+from offload.models.quantized.modules import scratch_bytes
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import ModelSpec
 from offload.planned import plan_run

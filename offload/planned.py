@@ -20,7 +20,7 @@ from offload.measure.quick import quick_disk, quick_hardware
 from offload.models.host_rows import why_not_on_cpu
 from offload.models.parts import ModelParts
 from offload.models.profile import built_profile
-from offload.models.quantized.forward import scratch_bytes
+from offload.models.quantized.modules import scratch_bytes
 from offload.models.spec import ModelSpec
 from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.footprint import Footprint, weights_of

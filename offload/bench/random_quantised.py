@@ -15,7 +15,7 @@ from offload.errors import UnsupportedError
 from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.models.modules import find_layers, shared_parameters
 from offload.models.quantized.coded import stand_for
-from offload.models.quantized.forward import keep_quantised, quantised_weights
+from offload.models.quantized.modules import keep_quantised, quantised_weights
 from offload.models.quantized.wanted import Wishes
 
 # Standard deviations of codes that are drawn evenly; with zero points two such are subtracted.

@@ -22,8 +22,8 @@ from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
-from offload.models.quantized.forward import quantised_weights, whole_parameters
 from offload.models.quantized.methods import read_method
+from offload.models.quantized.modules import quantised_weights, whole_parameters
 from offload.models.quantized.wanted import Wishes
 from offload.packed import quantised_checkpoint
 from offload.store.folder import default_folder

@@ -22,7 +22,7 @@ from offload.checkpoint import Checkpoint
 from offload.checkpoint.lazy import LazyTensor
 from offload.checkpoint.weight_files import read_json
 from offload.errors import CheckpointError, MissingWeightError, OffloadError, UnsupportedError
-from offload.models.quantized.forward import keep_quantised
+from offload.models.quantized.modules import keep_quantised
 from offload.models.quantized.read import lazy_state
 
 _log = logging.getLogger(__name__)

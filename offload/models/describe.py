@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from offload.models.families import FAMILIES, Names
 from offload.models.modules import find_layers
-from offload.models.quantized.forward import quantised_forward, whole_parameters
+from offload.models.quantized.modules import quantised_forward, whole_parameters
 from offload.models.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
 from offload.models.watched import is_foreign
 

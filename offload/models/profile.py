@@ -16,7 +16,7 @@ from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, UnsupportedError
 from offload.models.modules import find_layers, shared_parameters
 from offload.models.parts import Part
-from offload.models.quantized.forward import scratch_bytes, whole_parameters
+from offload.models.quantized.modules import scratch_bytes, whole_parameters
 from offload.models.shape import ModelShape
 from offload.scheduler.engine import Engine
 from offload.scheduler.model_profile import LayerProfile, ModelProfile

@@ -18,7 +18,7 @@ from offload.bench.subject import Sizes, Subject
 from offload.bench.throughput import _compare
 from offload.bench.workload import Timing, Workload, measure
 from offload.kernels.weight_format import WeightFormat
-from offload.models.quantized.forward import quantised_weights
+from offload.models.quantized.modules import quantised_weights
 from offload.models.quantized.wanted import Wishes
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from offload.kernels.dequantizer import Dequantize
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.models.quantized.coded import stand_for
-from offload.models.quantized.forward import keep_quantised, quantised_forwards, scratch_bytes
+from offload.models.quantized.modules import keep_quantised, quantised_forwards, scratch_bytes
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from machines import host_library, needs_gpu

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import offload
 from offload.errors import CheckpointError, UnsupportedError
-from offload.models.quantized.forward import quantised_weights
+from offload.models.quantized.modules import quantised_weights
 
 Source = Callable[[str], Path]
 PACKED: list[tuple[str, Any]] = [

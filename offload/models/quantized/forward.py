@@ -1,30 +1,27 @@
-"""Modules over quantised weights: the stored tensors move and rest, and a weight stands whole only
-while its module's forward runs.
+"""Forwards of modules over quantised weights: a weight stands whole only while its module's forward
+runs, or not at all.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Coded, LazyTensor
+from offload.checkpoint.lazy import Coded
 from offload.errors import UnsupportedError
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.int8_linear import Int8Linear, why_not_int8
-from offload.models.modules import shared_parameters
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.coded import Decoder
 from offload.models.quantized.scratch import Scratch
-from offload.models.quantized.whole import Fill, WholeWeight, leaves_of, parts_of
+from offload.models.quantized.whole import Fill, WholeWeight
 from offload.store.layout import align
-
-_STORED = "quantised_forward"  # where a module keeps its `QuantisedForward`
 
 
 class QuantisedForward:
@@ -233,11 +230,9 @@ class QuantisedLinear(QuantisedForward):
         return out
 
 
-def _kind(module: nn.Module, weights: Sequence[WholeWeight]) -> type[QuantisedForward]:
-    for kind in (QuantisedLookup, QuantisedLinear):
-        if kind.serves(module, weights):
-            return kind
-    return QuantisedForward
+def room(weights: Sequence[WholeWeight]) -> int:
+    """Bytes of a module's weights, one behind the other."""
+    return sum(align(weight.nbytes) for weight in weights)
 
 
 def _pick(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -250,115 +245,3 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the current one, where it is not."""
     elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     return torch.cuda.device(device) if elsewhere else nullcontext()
-
-
-def keep_quantised(model: nn.Module) -> None:
-    """Give every module of `model` whose parameters are made of quantised weights the stored
-    tensors as parameters, and a forward that makes the weights of them.
-
-    A parameter that is more than a rearrangement of such weights stays as it is: it is computed
-    once, as any other that loading changed.
-    """
-    found: dict[int, list[WholeWeight]] = {}
-    for shared in shared_parameters(model):
-        if not isinstance(shared.tensor, LazyTensor):
-            continue
-        expression = shared.tensor.expression
-        leaves = leaves_of(expression)
-        if leaves is None or not any(isinstance(leaf, Coded) for leaf in leaves):
-            continue
-        stored: dict[str, nn.Parameter] = {}
-        key = shared.bindings[0].key
-        for i, leaf in enumerate(leaves):
-            prefix = f"{key}_{i}_" if len(leaves) > 1 else "" if key == "weight" else f"{key}_"
-            for end, part in parts_of(leaf):
-                with torch.inference_mode(False):
-                    stored[f"{prefix}{end}"] = nn.Parameter(part, requires_grad=False)
-        for b in shared.bindings:
-            # The codes of some formats have the weight's own name.
-            renamed = {(f"{b.key}_codes" if n == b.key else n): p for n, p in stored.items()}
-            placeholder = Placeholder.parameter(b.name, shared.tensor)
-            del b.module._parameters[b.key]
-            b.module._parameters.update(renamed)
-            b.module.__dict__[b.key] = placeholder
-            weights = found.setdefault(id(b.module), [])
-            weights.append(WholeWeight(b.key, tuple(renamed), expression, placeholder))
-    scratch = Scratch()
-    bases = _bases(model, found)
-    for module in list(model.modules()):
-        if id(module) in found:
-            weights, base = found[id(module)], bases[id(module)]
-            kind = _kind(module, weights)
-            if kind is not QuantisedLookup:
-                scratch.need(base + room(weights), max(w.beside for w in weights))
-            forward = kind(module, weights, scratch, base)
-            module.__dict__[_STORED] = module.forward = forward
-
-
-def room(weights: Sequence[WholeWeight]) -> int:
-    """Bytes of a module's weights, one behind the other."""
-    return sum(align(weight.nbytes) for weight in weights)
-
-
-def _bases(model: nn.Module, found: dict[int, list[WholeWeight]]) -> dict[int, int]:
-    """Where each module's weights begin: behind those of the modules that contain it."""
-    bases: dict[int, int] = {}
-
-    def visit(module: nn.Module, base: int) -> None:
-        if bases.get(id(module), -1) >= base:
-            return
-        bases[id(module)] = base
-        end = base + room(found.get(id(module), ()))
-        for child in module.children():
-            visit(child, end)
-
-    visit(model, 0)
-    return bases
-
-
-def quantised_forwards(model: nn.Module) -> Iterator[tuple[str, QuantisedForward]]:
-    """Every module whose weights are made where they are used, by its name."""
-    for name, module in model.named_modules():
-        forward = quantised_forward(module)
-        if forward is not None:
-            yield name, forward
-
-
-def quantised_forward(module: nn.Module) -> QuantisedForward | None:
-    """What makes the weights of `module`, itself, where it has quantised ones."""
-    return module.__dict__.get(_STORED)
-
-
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of `module` by its name, and for what is stored the placeholders of the
-    weights that it stands for.
-    """
-    stored = set()
-    for name, weight in quantised_weights(module):
-        yield name, weight.placeholder
-        stored |= {f"{name.removesuffix(weight.key)}{part}" for part in weight.parts}
-    yield from ((name, p) for name, p in module.named_parameters() if name not in stored)
-
-
-def quantised_weights(model: nn.Module) -> Iterator[tuple[str, WholeWeight]]:
-    """Every weight that is made where it is used, with its full name."""
-    for name, forward in quantised_forwards(model):
-        for weight in forward.weights:
-            yield f"{name}.{weight.key}" if name else weight.key, weight
-
-
-def linears_in_int8(model: nn.Module) -> int:
-    """How many modules round what they are given to int8."""
-    return sum(isinstance(forward, QuantisedLinear) for _, forward in quantised_forwards(model))
-
-
-def scratch_bytes(model: nn.Module) -> int:
-    """Bytes at most that weights of `model` that stand whole take at one time."""
-    scratches = {id(f.scratch): f.scratch for _, f in quantised_forwards(model)}
-    return sum(scratch.peak for scratch in scratches.values())
-
-
-def release_quantised(model: nn.Module) -> None:
-    """Let go of the memory of every weight that stood whole, and of what it was made of."""
-    for _, forward in quantised_forwards(model):
-        forward.release()

@@ -13,7 +13,7 @@ from offload.checkpoint.lazy import Coded, Held, LazyTensor
 from offload.kernels.quant_gemm import why_not_fused
 from offload.kernels.row_order import RENAMED, by_rows, in_rows
 from offload.models.quantized.coded import Decoder
-from offload.models.quantized.forward import quantised_forwards
+from offload.models.quantized.modules import quantised_forwards
 from offload.models.quantized.whole import WholeWeight
 
 

@@ -18,8 +18,8 @@ from offload.kernels.quant_gemm import why_not_fused
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
 from offload.models.quantized.coded import Decoder
-from offload.models.quantized.forward import quantised_forwards
 from offload.models.quantized.in_rows import rearranged
+from offload.models.quantized.modules import quantised_forwards
 from offload.models.quantized.scratch import Scratch
 from offload.models.quantized.whole import Fill, WholeWeight
 from offload.models.spec import LayerSpec, LinearSpec, ModelSpec
