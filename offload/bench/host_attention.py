@@ -66,6 +66,7 @@ class Measured:
     seconds: float  # of one call
     attention: float
     read: float  # the same bytes by the same threads, added up
+    threads: int = 0
     stream: float | None = None  # copies to the device: alone, and beside the other two
     stream_beside_attention: float | None = None
     stream_beside_read: float | None = None
@@ -84,7 +85,8 @@ class HostAttentionResult:
         return {**asdict(self), "cpus": list(self.cpus)}
 
     def __str__(self) -> str:
-        head: tuple[str, ...] = ("shape", "KV", "prefetch", "ms", "GB/s", "read GB/s", "of read")
+        head: tuple[str, ...] = ("shape", "KV", "prefetch", "threads", "ms", "GB/s", "read GB/s")
+        head += ("of read",)
         streamed = any(row.stream for row in self.rows)
         if streamed:
             head += ("stream", "beside it", "beside read")
@@ -94,6 +96,7 @@ class HostAttentionResult:
                 row.shape,
                 row.dtype,
                 row.prefetch,
+                str(row.threads),
                 number(row.seconds, 1e-3),
                 number(row.attention, 1e9),
                 number(row.read, 1e9),
@@ -101,7 +104,7 @@ class HostAttentionResult:
             )
             rates = (row.stream, row.stream_beside_attention, row.stream_beside_read)
             table.append(cells + tuple(number(x, 1e9) for x in rates) if streamed else cells)
-        title = f"{self.path} on {len(self.cpus)} threads, CPUs {list(self.cpus)}"
+        title = f"{self.path}, a pool of {len(self.cpus)} threads, CPUs {list(self.cpus)}"
         return "\n".join([title, *format_table(table)])
 
 
@@ -111,13 +114,15 @@ def measure_host_attention(
     *,
     pool: HostPool,
     path: str = "auto",
+    all_threads: bool = True,
     sweep: bool = False,
     device: ComputeDevice | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> HostAttentionResult:
     """Each shape with each dtype; `sweep`: with every way to ask for lines ahead.
 
-    With a `device`, while copies run to it at full rate.
+    With a `device`, while copies run to it at full rate; then `all_threads` of the pool take part,
+    or as many as the engine uses.
     """
     paths = host_library().paths()
     result = HostAttentionResult(paths[-1] if path == "auto" else path, pool.cpus)
@@ -132,6 +137,7 @@ def measure_host_attention(
                 caches = _caches(shape, DTYPES[dtype], buffer)
                 for to, distance in ahead:
                     options: dict[str, Any] = {"pool": pool, "path": path}
+                    options["beside_stream"] = not all_threads
                     options |= {"prefetch": to, "prefetch_distance": distance}
                     calls = _calls(shape, caches, options)
                     reads = _calls(shape, caches, {**options, "read_only": True})
@@ -170,6 +176,7 @@ def _measure(
     nbytes = sum(call.bytes_read for call in calls)
     row.attention, row.read = (nbytes / statistics.median(found[k]) for k in ("attention", "read"))
     row.seconds = statistics.median(found["attention"]) / len(calls)
+    row.threads = calls[0].threads
     if stream is not None:
         row.stream_beside_attention = statistics.median(streamed["attention"])
         row.stream_beside_read = statistics.median(streamed["read"])

@@ -284,7 +284,12 @@ def _add_host_attention(benchmarks: Any) -> None:
     parser.add_argument(
         "--path", default="auto", metavar="NAME", help="portable, avx2, avx512, ..."
     )
-    parser.add_argument("--spare", type=int, metavar="N", help="cores that are left free")
+    parser.add_argument(
+        "--spare",
+        type=int,
+        metavar="N",
+        help="all but N cores (default: all but one or two, beside a stream as many as the engine)",
+    )
     parser.add_argument("--sweep", action="store_true", help="every way to ask for lines ahead")
     parser.add_argument(
         "--beside-stream",
@@ -319,6 +324,7 @@ def _host_attention(args: argparse.Namespace) -> int:
             args.kv or ["bf16"],
             pool=pool,
             path=args.path,
+            all_threads=device is None or args.spare is not None,
             sweep=args.sweep,
             device=device,
             say=lambda line: print(line, file=sys.stderr, flush=True),

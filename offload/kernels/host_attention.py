@@ -60,6 +60,9 @@ class HostAttention:
     float32 in a fixed order: the same bits whatever the threads. Without the host library `start`
     runs the reference.
 
+    `beside_stream`: copies from CPU memory run meanwhile, so only as many threads take part as
+    HostPool.beside_stream says; else all do. `threads` tells how many.
+
     `path`, one of host_library.PATHS, forces the instructions; `chunk` the columns of a piece,
     `prefetch` and `prefetch_distance` (bytes) what is asked for ahead, for measurements; so is
     `read_only`: nothing is computed, `checksum` is the sum of all 8-byte words of the keys and
@@ -88,6 +91,7 @@ class HostAttention:
         softcap: float = 0.0,
         window: int = 0,
         pool: HostPool | None = None,
+        beside_stream: bool = False,
         path: str = "auto",
         chunk: int = 0,
         prefetch: str = "auto",
@@ -130,12 +134,16 @@ class HostAttention:
         }
         self._lock = threading.Lock()
         self._library: HostLibrary | None = None
+        self.threads = 1
         if why_not_host() is not None:
             if path != "auto" or pool is not None or read_only:
                 host_library()  # raises: what was asked for cannot be had
             return
         self._library = host_library()
         self.pool = default_pool() if pool is None else pool
+        self.threads = self.pool.threads
+        if beside_stream:
+            self.threads = self.pool.beside_stream(heads // kv_heads, cache_dtype)
         arguments = HostAttentionStruct(
             query=pointer(query),
             output=pointer(out),
@@ -164,6 +172,7 @@ class HostAttention:
             chunk=chunk,
             prefetch=PREFETCHES[prefetch],
             prefetch_distance=prefetch_distance,
+            threads=self.threads,
             read_only=read_only,
         )
         if self._scales is not None:

@@ -26,7 +26,7 @@ import torch
 from offload.kernels.library import KernelError
 
 FILE = Path(__file__).with_name("_host_kernels.so")
-ABI = 2
+ABI = 3
 
 QUERY_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_DTYPES = {**QUERY_DTYPES, torch.int8: 3}
@@ -72,6 +72,7 @@ class HostAttentionStruct(Structure):
         ("chunk", c_int32),
         ("prefetch", c_int32),
         ("prefetch_distance", c_int32),
+        ("threads", c_int32),
         ("read_only", c_int32),
     )
 

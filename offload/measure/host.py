@@ -1,4 +1,4 @@
-"""CPU memory read by all cores, and attention over keys and values that lie there."""
+"""CPU memory read by cores, and attention over keys and values that lie there."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class AttentionReader:
             torch.empty_like(query),
             length=torch.full((batch,), length, dtype=torch.int32),
             scale=head_dim**-0.5,
+            beside_stream=True,  # as the engine attends, and its reads are measured
             read_only=group == 0,
         )
         self.how = "reads by the host library" if group == 0 else "the host library"

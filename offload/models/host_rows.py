@@ -139,9 +139,11 @@ class HostRows:
         query, new_key, new_value = exchange.sent
         return HostAttention(
             query,
-            list(keys),
-            list(values),
+            keys.stored,
+            values.stored,
             exchange.result,
+            key_scales=keys.scales,
+            value_scales=values.scales,
             length=self._length,
             start=self._start,
             new_key=new_key,
@@ -150,6 +152,7 @@ class HostRows:
             slopes=None if slopes is None else slopes.cpu(),
             softcap=spec.softcap,
             window=spec.window,
+            beside_stream=True,
         )
 
     def begin(self, first: bool) -> CpuStep:

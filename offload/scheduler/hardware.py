@@ -59,7 +59,7 @@ class Hardware:
     matrix: Mapping[str, Curve] = field(default_factory=dict)  # by dtype: rows -> FLOP/s, sustained
     cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
     cpu_attention_by: str = ""  # what measured it
-    host_read: float | None = None  # CPU memory read by all cores, alone
+    host_read: float | None = None  # CPU memory, by as many cores as attend, alone
     host_read_beside: float | None = None  # beside a full stream up the link
     link_beside: float | None = None  # that stream's rate then
     launch: float | None = None  # of one kernel, on the host

@@ -475,6 +475,61 @@ def test_threads_are_pinned_and_sleep() -> None:
         call.start()
 
 
+def test_threads_beside_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer where memory binds; where arithmetic does, all of them."""
+    fourteen, bf16 = pool(14), torch.bfloat16
+    monkeypatch.setattr(HostLibrary, "paths", lambda self: ("portable", "avx2", "avx512"))
+    for group, dtype, threads in (
+        (1, torch.float32, 10),
+        (2, torch.float32, 10),
+        (1, bf16, 10),
+        (2, bf16, 12),
+        (3, bf16, 14),
+        (1, torch.int8, 12),
+        (2, torch.int8, 14),
+    ):
+        assert fourteen.beside_stream(group, dtype) == threads
+        a = make(lengths=[10], group=group, cache_dtype=dtype)
+        out = torch.empty_like(a["query"])
+        assert HostAttention(**a, out=out, pool=fourteen, beside_stream=True).threads == threads
+        assert HostAttention(**a, out=out, pool=fourteen).threads == 14
+    assert [pool(n).beside_stream(1, bf16) for n in (1, 2, 3)] == [1, 2, 3]
+    monkeypatch.setattr(HostLibrary, "paths", lambda self: ("portable", "avx2"))
+    assert fourteen.beside_stream(1, bf16) == 14
+
+
+def test_some_of_a_pools_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones alone, with the same bits, in any order of calls, more than a queue holds."""
+    before = {int(name) for name in os.listdir("/proc/self/task")}
+    a = make(lengths=[300, 0, 129, 1000], group=3, cache_dtype=torch.bfloat16)
+    expected = outputs(a)
+    monkeypatch.setattr(HostPool, "beside_stream", lambda self, group, dtype: 1)
+    with HostPool([CPUS[0], CPUS[0], CPUS[-1]], spin_us=0) as made:
+        ids = sorted({int(name) for name in os.listdir("/proc/self/task")} - before)
+
+        def spent(thread: int) -> int:  # nanoseconds on its CPU
+            text = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+            return int(text.split()[0])
+
+        outs = [torch.empty_like(expected) for _ in range(6)]
+        one = [HostAttention(**a, out=out, pool=made, beside_stream=True) for out in outs[:3]]
+        every = [HostAttention(**a, out=out, pool=made) for out in outs[3:]]
+        some = [spent(thread) for thread in ids]
+        for _ in range(30):
+            for call in one:
+                call.start()
+            for call in one:
+                call.wait()
+        some = [spent(thread) - begin for thread, begin in zip(ids, some, strict=True)]
+        assert some[2] > 2 * max(some[:2])
+        for _ in range(30):
+            for call in (one[0], every[0], one[1], one[2], every[1], every[2]):
+                call.start()
+            for call in (*every, *one):
+                call.wait()
+        assert all(torch.equal(out, expected) for out in outs)
+
+
 IN_CHILDREN = """
 import os, sys, torch
 from offload.kernels import host_library

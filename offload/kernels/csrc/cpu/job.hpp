@@ -19,6 +19,7 @@ struct OffloadHostJob {
     int32_t group = 0;       // query heads of a KV head
     int32_t padded_dim = 0;  // floats between two queries in scratch memory
     int32_t chunk = 0;       // columns of an item at most
+    int32_t threads = 0;     // that take part: they are the workers 0, 1, ...
     int64_t items = 0;
     int64_t* first_item = nullptr;  // [batch + 1]
     int32_t* begin = nullptr;       // [batch], visible columns
@@ -65,8 +66,8 @@ inline int element_bytes(int32_t dtype) {
 }
 
 // In plan.cpp, compiled for any CPU.
-int plan(Job& job, int workers);                // 0, or below zero with the error set
-bool take(Job& job, Item* item);                // the next item that nobody has
+int plan(Job& job, int workers);  // `workers` are there; 0, or below zero with the error set
+bool take(Job& job, Item* item);  // the next item that nobody has
 bool last_part(Job& job, const Item& item);     // whether all other parts are done
 void append(const Job& job, const Item& item);  // the new column, where the item has it
 void add_checksum(Job& job, uint64_t sum);

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define OFFLOAD_HOST_ABI 2
+#define OFFLOAD_HOST_ABI 3
 
 enum OffloadHostDtype {
     OFFLOAD_HOST_F32 = 0,
@@ -76,6 +76,7 @@ typedef struct {
     int32_t chunk;              // columns of a work item at most; 0: chosen from the lengths
     int32_t prefetch;           // OffloadHostPrefetch; below zero: the library's choice
     int32_t prefetch_distance;  // bytes; 0: the library's choice
+    int32_t threads;            // of the pool's, its last ones, at most; 0: all
     int32_t read_only;          // 1: only add up the words of what would be read (see checksum)
 } OffloadHostAttention;
 

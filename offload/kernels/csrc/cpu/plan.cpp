@@ -45,6 +45,7 @@ int check_shapes(const OffloadHostAttention& c) {
     if (!(c.softcap >= 0) || isinf(c.softcap))
         return refuse("softcap must be 0 (none) or more, not %g", double(c.softcap));
     if (c.chunk < 0) return refuse("chunk must be 0 (chosen) or more, not %d", c.chunk);
+    if (c.threads < 0) return refuse("threads must be 0 (all) or more, not %d", c.threads);
     if (c.prefetch >= OFFLOAD_HOST_PREFETCHES)
         return refuse("prefetch must be below %d, not %d", OFFLOAD_HOST_PREFETCHES, c.prefetch);
     if (c.prefetch_distance < 0)
@@ -184,6 +185,8 @@ int refuse(const char* format, ...) {
 int plan(Job& job, int workers) {
     const OffloadHostAttention& c = job.call;
     if (check_shapes(c) || (c.batch > 0 && check_pointers(c))) return -1;
+    if (c.threads > 0 && c.threads < workers) workers = c.threads;
+    job.threads = workers;
     job.group = c.heads / c.kv_heads;
     job.padded_dim = int32_t(padded(c.head_dim));
     int64_t columns = 0;

@@ -64,6 +64,13 @@ struct Worker {
     pthread_t thread;
     int index;
     int cpu;
+    uint32_t passed;  // the last job that it is done with, or has no part in
+};
+
+// What a thread without a part in a job sees of it: the job itself may be gone by then.
+struct Place {
+    OffloadHostJob* job;  // null: end
+    int first;            // thread that has a part, as all behind it have
 };
 
 struct OffloadHostPool {
@@ -72,9 +79,9 @@ struct OffloadHostPool {
     int64_t spin_ns;
     Worker* workers;
     pthread_mutex_t submitting;
-    bool closed;                                  // guarded by `submitting`
-    OffloadHostJob* queue[offload_host::kQueue];  // null: end
-    alignas(64) uint32_t submitted;               // tickets begin with 1
+    bool closed;  // guarded by `submitting`
+    Place queue[offload_host::kQueue];
+    alignas(64) uint32_t submitted;  // tickets begin with 1
     alignas(64) uint32_t completed;
 };
 
@@ -94,20 +101,31 @@ void record(Job& job, int64_t begin, int64_t end) {
 }
 
 void* work(void* argument) {
-    const Worker& me = *static_cast<Worker*>(argument);
+    Worker& me = *static_cast<Worker*>(argument);
     OffloadHostPool& pool = *me.pool;
     for (uint32_t ticket = 1;; ticket++) {
         await(pool.submitted, ticket, pool.spin_ns);
+        const Place place = pool.queue[ticket % kQueue];
+        __atomic_store_n(&me.passed, ticket, __ATOMIC_RELEASE);
+        if (me.index < place.first) continue;
         await(pool.completed, ticket - 1, pool.spin_ns);
-        Job* const job = pool.queue[ticket % kQueue];
+        Job* const job = place.job;
         if (job == nullptr) return nullptr;
         const int64_t begin = now();
-        job->run(*job, me.index);
+        job->run(*job, me.index - place.first);
         record(*job, begin, now());
         // The job may be gone as soon as the last thread has said that it is done.
         if (__atomic_sub_fetch(&job->working, 1, __ATOMIC_ACQ_REL) == 0)
             advance(pool.completed, ticket);
     }
+}
+
+// Until all threads have seen a job, its place in the queue is taken. They wake up for it, so that
+// the loop has a turn only where one of them was kept from its CPU for many jobs.
+void await_place(OffloadHostPool& pool, uint32_t ticket) {
+    await(pool.completed, ticket, pool.spin_ns);
+    for (int i = 0; i < pool.threads; i++)
+        while (!reached(load(pool.workers[i].passed), ticket)) sched_yield();
 }
 
 // Null ends the threads. False where they have ended already.
@@ -116,9 +134,9 @@ bool submit(OffloadHostPool& pool, Job* job) {
     const bool open = !pool.closed;
     if (open) {
         const uint32_t ticket = pool.submitted + 1;
-        await(pool.completed, ticket - kQueue, pool.spin_ns);  // until then its place is taken
+        await_place(pool, ticket - kQueue);
         if (job != nullptr) job->ticket = ticket;
-        pool.queue[ticket % kQueue] = job;
+        pool.queue[ticket % kQueue] = {job, job == nullptr ? 0 : pool.threads - job->threads};
         pool.closed = job == nullptr;
         advance(pool.submitted, ticket);
     }
@@ -149,7 +167,7 @@ int pool_threads(const OffloadHostPool& pool) { return pool.threads; }
 bool pool_is_foreign(const OffloadHostPool& pool) { return pool.process != getpid(); }
 
 bool pool_submit(OffloadHostPool& pool, Job& job) {
-    job.working = pool.threads;
+    job.working = job.threads;
     job.first_begin = job.last_end = 0;
     return submit(pool, &job);
 }
@@ -196,7 +214,7 @@ OffloadHostPool* offload_host_pool_create(const int32_t* cpus, int32_t count, in
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = 0;
     for (int i = 0; i < count && error == 0; i++) {
-        pool->workers[i] = {pool, pthread_t(), i, cpus[i]};
+        pool->workers[i] = {pool, pthread_t(), i, cpus[i], 0};
         error = cpus[i] < 0 ? EINVAL : begin(*pool, i);
         if (error == 0)
             pool->threads++;
