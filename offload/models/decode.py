@@ -149,9 +149,9 @@ class DecodeSession:
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """The model's last norm of `entry.hidden`, [batch, width], overwritten by the next step."""
-        out = self._rows("out", self._spec.hidden)
-        if self._last_norm is None:
-            with torch.inference_mode(False):
+        with torch.inference_mode(False):  # the next step may be in another mode
+            out = self._rows("out", self._spec.hidden)
+            if self._last_norm is None:
                 self._last_norm = ResidualNorm(residual=self.entry.hidden, norm=norm, out=out)
         self._last_norm.launch(current_stream(self.device))
         return out

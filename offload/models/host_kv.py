@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -122,3 +122,9 @@ class HostBlock:
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a cache has tensors of its own, and no block."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a cache with keys and values in CPU memory cannot be pickled: fill it without "
+            "kv_on_cpu, or pickle the tokens and run them again"
+        )

@@ -49,6 +49,9 @@ class KvCommon:
         self.settle()
         return KvCommon(self.max_length, host=self.host)  # a copy's buffers lie elsewhere
 
+    def __reduce__(self) -> Any:
+        return KvCommon, (self.max_length,)  # calls are for buffers of this process
+
     def below(self, batch: int) -> int:
         """How many of so many rows, the last ones, go to CPU memory when all are placed anew."""
         if self.host is None:
@@ -307,6 +310,13 @@ def session_of(cache: DynamicCache | None, spec: ModelSpec) -> Any:
     if not isinstance(layer, KvLayer) or layer.common.spec is not spec:
         return None
     return layer.common.session
+
+
+def dtype_of(cache: Any) -> torch.dtype | None:
+    """Of what a DynamicCache that is not empty keeps."""
+    layer = cache.layers[0]
+    keys = layer.key_buffer if isinstance(layer, KvLayer) else layer.keys
+    return None if keys is None else keys.dtype
 
 
 def layers_of(cache: DynamicCache) -> list[KvLayer]:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from offload.models.host_kv import HostKv
-from offload.models.kv_cache import adopt, layers_of, new_cache, session_of
+from offload.models.kv_cache import adopt, dtype_of, layers_of, new_cache, session_of
 from offload.models.padding import Holes, Padding, PaddingCheck, read_padding
 from offload.models.spec import ModelSpec
 from offload.models.step import Step
@@ -96,6 +96,8 @@ class Request:
         if cache is not None and not isinstance(cache, DynamicCache):
             raise Unserved(f"a cache of the kind {type(cache).__name__}")
         past = 0 if cache is None else cache.get_seq_length()
+        if past and (kept_as := dtype_of(cache)) != dtype:
+            raise Unserved(f"a cache in {kept_as} beside {dtype}")
         mask = given.get("attention_mask")
         _check_mask(mask, batch, past + tokens, device)
         session = session_of(cache, spec) if expect and past and tokens == 1 else None

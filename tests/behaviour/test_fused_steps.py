@@ -316,6 +316,45 @@ def test_a_copy_of_a_cache_goes_its_own_way(pair: Pair) -> None:
             assert close(got, plain(whole).logits[:, -1:])
 
 
+def test_a_cache_is_kept_in_a_file(pair: Pair, tmp_path: Path) -> None:
+    plain, model = pair
+    ids, name = tokens(), exactness.name_of_cache(plain)
+    with torch.no_grad():
+        cache = model(ids[:, :6])[name]
+        model(ids[:, 6:7], **{name: cache})
+        torch.save(cache, tmp_path / "cache")
+        model(ids[:, :1], **{name: cache})  # which goes on as it was
+        again = torch.load(tmp_path / "cache", weights_only=False)
+        for i in (7, 8):
+            got = model(ids[:, i : i + 1], **{name: again}).logits
+            assert close(got, plain(ids[:, : i + 1]).logits[:, -1:])
+
+
+def test_a_cache_of_another_dtype_is_gone_on_with_as_in_the_plain_model(
+    pair: Pair, variant_folder: Folder
+) -> None:
+    """The first tokens under another dtype, by whatever model or autocast, the next ones not."""
+    half = comparison.plain_model(variant_folder("llama"), DEVICE, dtype=torch.float16)
+    ids, name, said = tokens(), exactness.name_of_cache(half), []
+    with torch.no_grad():
+        for model in pair:
+            cache = half(ids[:, :5])[name]
+            turns = [model(ids[:, i : i + 1], **{name: cache}).logits for i in (5, 6, 7)]
+            said.append(torch.cat(turns, 1))
+    assert close(*said)
+    engine_of(pair[1]).unserved.clear()
+
+
+def test_steps_in_inference_mode_and_outside(pair: Pair) -> None:
+    plain, model = pair
+    ids, name, cache = tokens(), exactness.name_of_cache(plain), None
+    for i, inference in enumerate((False, True, False, True, False)):
+        with torch.inference_mode(inference), torch.no_grad():
+            out = model(ids[:, i : i + 1], **{name: cache})
+            assert close(out.logits, plain(ids[:, : i + 1]).logits[:, -1:])
+        cache = out[name]
+
+
 # A history: (what, number). Rows are two, one of which may begin with padding.
 TURNS = st.lists(
     st.tuples(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,10 @@ def test_what_cannot_be_is_refused(
         monkeypatch.setattr(host_kv, "host_memory_available", lambda: 1000)
         with pytest.raises(BudgetError, match="1000 B are free: lower kv_on_cpu"):
             generate(model, prompts(2, 3), [0, 0], max_new_tokens=2)
+        monkeypatch.undo()
+        cache = model(prompts(2, 3))[exactness.name_of_cache(model)]
+        with pytest.raises(TypeError, match="keys and values in CPU memory cannot be pickled"):
+            pickle.dumps(cache)
 
 
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 12))
