@@ -15,6 +15,7 @@ from offload.scheduler.setting import Goal, Job
 
 _TIER_NAMES = {"cpu": Tier.CPU, "nvme": Tier.NVME, "disk": Tier.NVME}
 ENGINES = ("auto", "transformers", "fused")
+KV_DTYPES = ("auto", "int8")
 MAX_PREFETCH = 64
 _GOALS = " or ".join(repr(goal.value) for goal in Goal)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,6 +37,7 @@ class OffloadConfig:
     batch_size: int = 1
     max_length: int | None = None
     kv_on_cpu: int = 0
+    kv_dtype: str = "auto"  # of keys and values in CPU memory: the model's, or int8 with scales
     goal: str | None = None  # what a plan is to be best at; None: layers are placed by their sizes
     prompt_len: int | None = None  # tokens of each prompt, where there is a goal
     gen_len: int | None = None  # new tokens of each sequence, likewise
@@ -65,7 +67,13 @@ class OffloadConfig:
                 "batch_size that you run, and of its sequences those that keep keys and values in "
                 "CPU memory"
             )
-
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {KV_DTYPES}, got {self.kv_dtype!r}")
+        if self.int8_kv and not self.kv_on_cpu and self.goal is None:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} is for keys and values in CPU memory: say with "
+                "kv_on_cpu how many sequences keep theirs there, or plan for a goal"
+            )
         object.__setattr__(self, "job", self._job())
 
     def _job(self) -> Job | None:
@@ -99,6 +107,11 @@ class OffloadConfig:
     def gpu_sequences(self) -> int:
         """Of `batch_size`, those that keep keys and values on the compute device."""
         return self.batch_size - self.kv_on_cpu
+
+    @property
+    def int8_kv(self) -> bool:
+        """Whether keys and values in CPU memory are int8, with a scale a token and head."""
+        return self.kv_dtype == "int8"
 
     @property
     def asked_to_offload(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from offload.budget import memory_budget
@@ -14,6 +15,7 @@ from offload.checkpoint import Checkpoint
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, UnsupportedError
 from offload.kernels.host_library import why_not_host
+from offload.models.host_columns import HostColumns
 from offload.models.host_rows import why_not_on_cpu
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts
@@ -211,5 +213,11 @@ def _kv_cpu_bytes(
         problem = why_not_host()
     if problem is not None:
         raise UnsupportedError(f"kv_on_cpu={config.kv_on_cpu}: {problem}")
-    columns = config.kv_on_cpu * _length(network, config) * network.dtype.itemsize
-    return columns * sum(2 * layer.layout.kv_heads * layer.layout.head_dim for layer in spec.layers)
+    columns = config.kv_on_cpu * _length(network, config)
+    return columns * sum(column_bytes(spec, network.dtype, config))
+
+
+def column_bytes(spec: ModelSpec, dtype: torch.dtype, config: OffloadConfig) -> list[int]:
+    """What one token of a sequence in CPU memory leaves in each layer."""
+    shapes = [(2, layer.layout.kv_heads, 1, layer.layout.head_dim) for layer in spec.layers]
+    return [HostColumns.nbytes(shape, dtype, config.int8_kv) for shape in shapes]

@@ -170,6 +170,8 @@ class FusedEngine(NotCopied):
             found.append(f"{in_int8} products take activations in int8, with a scale a token")
         if self.graph_problem is not None:
             found.append(self.graph_problem)
+        if self.host_kv is not None and self.host_kv.int8:
+            found.append("keys and values in CPU memory are int8, with a scale a token and head")
         if self.host_kv is not None and self.host_kv.pageable:
             found.append(
                 f"keys and values in CPU memory could not be pinned ({self.host_kv.pageable}); "

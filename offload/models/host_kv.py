@@ -11,6 +11,7 @@ import torch
 from offload import aio
 from offload.errors import BudgetError
 from offload.memory_limits import host_memory_available
+from offload.models.host_columns import SCALE, HostColumns
 from offload.row_copies import RowCopies
 from offload.sizes import format_size
 
@@ -30,7 +31,10 @@ class HostKv:
         row_bytes: int,
         copies: RowCopies,
         lock: Literal["auto", False],
+        int8: bool = False,
     ) -> None:
+        """`int8`: codes are kept, with a scale a token and head; else the model's numbers."""
+        self.int8 = int8
         self.gpu_sequences = gpu_sequences
         self.copies = copies
         self.pageable = ""  # why a block could not be pinned, if so
@@ -112,12 +116,20 @@ class HostBlock:
         weakref.finalize(self, home.take_back, buffer).atexit = False
 
     def halves(
-        self, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of that shape."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        memory = self._buffer.tensor()
-        keys, values = (memory[i * nbytes :][:nbytes].view(dtype).view(shape) for i in (0, 1))
+        self, shape: tuple[int, ...], dtype: torch.dtype, int8: bool = False
+    ) -> tuple[HostColumns, HostColumns]:
+        """Keys and values of that shape, with any content."""
+        place = 0
+
+        def part(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal place
+            first, place = place, place + torch.Size(shape).numel() * dtype.itemsize
+            return self._buffer.tensor()[first:place].view(dtype).view(shape)
+
+        # Scales are ahead of what may end at any byte.
+        scales = [part(shape[:-1], SCALE) if int8 else None for _ in range(2)]
+        stored = [part(shape, torch.int8 if int8 else dtype) for _ in range(2)]
+        keys, values = map(HostColumns, stored, scales, (dtype, dtype))
         return keys, values
 
     def __deepcopy__(self, memo: Any) -> None:

@@ -4,7 +4,8 @@ Layout: the keys and the values of a layer are two tensors [batch, kv_heads, cap
 contiguous, in the model's dtype. Column j holds token j of the sequence, padding included, in the
 first `length` columns; the rest has any content. A sliding window drops nothing: the kernels read
 no more than its columns. Where some sequences of a batch keep theirs in CPU memory, the first
-rows are in those buffers and the last ones in two more of the same layout.
+rows are in those buffers and the last ones in two more of the same layout, which may be int8 with
+scales: then what was computed there is what is read, but for half a scale.
 
 The cache itself is transformers' DynamicCache whose layers are `KvLayer`s, so `generate`, beams,
 `crop` and repeated turns work on it, and both engines can run on the same cache.
@@ -24,6 +25,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from offload.models.host_columns import HostColumns
 from offload.models.host_kv import GpuShare, HostBlock, HostKv
 from offload.models.spec import ModelSpec
 
@@ -88,8 +90,8 @@ class KvLayer(CacheLayerMixin):
         self.length = 0
         self.key_buffer: torch.Tensor | None = None
         self.value_buffer: torch.Tensor | None = None
-        self.host_keys: torch.Tensor | None = None
-        self.host_values: torch.Tensor | None = None
+        self.host_keys: HostColumns | None = None
+        self.host_values: HostColumns | None = None
         self._block: HostBlock | None = None
 
     @property
@@ -107,14 +109,14 @@ class KvLayer(CacheLayerMixin):
         """[batch, kv_heads, length, head_dim], likewise."""
         return self._whole(self.value_buffer, self.host_values)
 
-    def _whole(self, above: torch.Tensor | None, below: torch.Tensor | None) -> torch.Tensor | None:
+    def _whole(self, above: torch.Tensor | None, below: HostColumns | None) -> torch.Tensor | None:
         if above is None:
             return None
         above = above[:, :, : self.length]
         if below is None:
             return above
         self.common.settle()
-        return torch.cat([above, below[:, :, : self.length].to(above.device)])
+        return torch.cat([above, below.read(self.length).to(above.device)])
 
     @property
     def rows_on_cpu(self) -> int:
@@ -143,18 +145,24 @@ class KvLayer(CacheLayerMixin):
             ahead = min(max(self.common.max_length - columns, 0), MAX_AHEAD)
         else:
             ahead = max(columns // 2, MIN_AHEAD)
-        old = self._buffers()
+        above, under = self._above(), self._under()
         self.common.settle()
         block = self._block  # for as long as it is read
-        below = self.common.below(batch) if old[0] is None else self.rows_on_cpu
+        below = self.common.below(batch) if above[0] is None else self.rows_on_cpu
         self._allocate((batch, heads, columns + ahead, width), below, like)
-        for before, now in zip(old, self._buffers(), strict=True):
+        for before, now in zip(above, self._above(), strict=True):
             if before is not None and now is not None:
                 now[:, :, : self.length] = before[:, :, : self.length]
+        for kept, place in zip(under, self._under(), strict=True):
+            if kept is not None and place is not None:
+                place.take(kept, self.length)
         del block
 
-    def _buffers(self) -> tuple[torch.Tensor | None, ...]:
-        return self.key_buffer, self.value_buffer, self.host_keys, self.host_values
+    def _above(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.key_buffer, self.value_buffer
+
+    def _under(self) -> tuple[HostColumns | None, HostColumns | None]:
+        return self.host_keys, self.host_values
 
     def _allocate(self, shape: tuple[int, ...], below: int, like: torch.Tensor) -> None:
         """New buffers for [batch, heads, columns, width], with any content; the last `below` rows
@@ -168,9 +176,10 @@ class KvLayer(CacheLayerMixin):
             self._block = self.host_keys = self.host_values = None
             if below and self.common.host is not None:
                 part = (below, *shape[1:])
-                nbytes = 2 * torch.Size(part).numel() * like.dtype.itemsize
-                self._block = self.common.host.borrow(nbytes, below)
-                self.host_keys, self.host_values = self._block.halves(part, like.dtype)
+                home = self.common.host
+                nbytes = 2 * HostColumns.nbytes(part, like.dtype, home.int8)
+                self._block = home.borrow(nbytes, below)
+                self.host_keys, self.host_values = self._block.halves(part, like.dtype, home.int8)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, tokens, width = key_states.shape
@@ -193,7 +202,7 @@ class KvLayer(CacheLayerMixin):
             above[:, :, self.length : end] = states[:split]
             if below is not None:
                 self.common.settle()
-                below[:, :, self.length : end] = states[split:]
+                below.write(self.length, states[split:])
         self.length = end
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
@@ -241,55 +250,69 @@ class KvLayer(CacheLayerMixin):
             return
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        count, old = rows.numel(), self._buffers()
+        count, above, under = rows.numel(), self._above(), self._under()
         stays = count == self.batch_size
         below = self.rows_on_cpu if stays else self.common.below(count)
-        picked: list[torch.Tensor]
         if self.host_keys is None and not below:
-            picked = [self._picked(old[0], rows), self._picked(old[1], rows)]
+            up, down = [_first(x, rows, self.length) for x in above], []
         else:  # from both sides to both sides
             self.common.settle()
             rows = rows.cpu()
-            picked = [
-                self._gathered(above, under, part, place)
-                for part, place in (
-                    (rows[: count - below], self.key_buffer.device),
-                    (rows[count - below :], torch.device("cpu")),
-                )
-                for above, under in ((old[0], old[2]), (old[1], old[3]))
-            ]
+            sides = list(zip(above, under, strict=True))
+            up = [self._raised(*pair, rows[: count - below]) for pair in sides]
+            down = [self._lowered(*pair, rows[count - below :]) for pair in sides]
         if not stays:
             self._allocate((count, *self.key_buffer.shape[1:]), below, self.key_buffer)
-        for now, kept in zip(self._buffers(), picked, strict=False):
-            if now is not None:
-                now[:, :, : self.length] = kept
+        for now, kept in zip(self._above(), up, strict=True):
+            assert now is not None
+            now[:, :, : self.length] = kept
+        for place, found in zip(self._under(), down, strict=False):
+            if place is not None:
+                place.take(found, self.length)
 
-    def _picked(self, buffer: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        assert buffer is not None
-        return buffer[:, :, : self.length].index_select(0, rows.to(buffer.device))
-
-    def _gathered(
-        self,
-        above: torch.Tensor | None,
-        below: torch.Tensor | None,
-        rows: torch.Tensor,
-        place: torch.device,
+    def _raised(
+        self, above: torch.Tensor | None, under: HostColumns | None, rows: torch.Tensor
     ) -> torch.Tensor:
-        """`rows` of a batch that lies in two buffers, at `place`."""
+        """`rows` of a batch that lies in two buffers, on the compute device."""
+        assert above is not None
+        split, (_, heads, _, width) = above.shape[0], above.shape
+        found = above.new_empty((rows.numel(), heads, self.length, width))
+        first = rows < split
+        if bool(first.any()):
+            found[first.to(above.device)] = _first(above, rows[first], self.length)
+        if under is not None and not bool(first.all()):
+            kept = under.picked(rows[~first] - split, self.length).read(self.length)
+            found[~first.to(above.device)] = kept.to(above.device)
+        return found
+
+    def _lowered(
+        self, above: torch.Tensor | None, under: HostColumns | None, rows: torch.Tensor
+    ) -> HostColumns:
+        """The same in CPU memory, as it is kept there."""
         assert above is not None
         split, (_, heads, _, width) = above.shape[0], above.shape
         shape = (rows.numel(), heads, self.length, width)
-        found = torch.empty(shape, dtype=above.dtype, device=place)
-        first = rows < split
-        for chosen, buffer, skip in ((first, above, 0), (~first, below, split)):
-            if buffer is not None and bool(chosen.any()):
-                found[chosen.to(place)] = self._picked(buffer, rows[chosen] - skip).to(place)
+        home = self.common.host
+        int8 = home is not None and home.int8 if under is None else under.scales is not None
+        found = HostColumns.empty(shape, above.dtype, int8)
+        for place, row in enumerate(rows.tolist()):
+            if row < split:
+                found[place : place + 1].write(0, above[row : row + 1, :, : self.length])
+            elif under is not None:
+                row -= split
+                found[place : place + 1].take(under[row : row + 1], self.length)
         return found
 
     def offload(self) -> None:
         raise NotImplementedError("keys and values of the fused engine stay where they are")
 
     prefetch = offload
+
+
+def _first(buffer: torch.Tensor | None, rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first columns of those rows."""
+    assert buffer is not None
+    return buffer[:, :, :columns].index_select(0, rows.to(buffer.device))
 
 
 def new_cache(spec: ModelSpec, max_length: int = 0, host: HostKv | None = None) -> DynamicCache:

@@ -10,6 +10,7 @@ import torch
 
 from offload.kernels.workspace import Workspace
 from offload.models.block import Prefill, run_block
+from offload.models.host_columns import SCALE, HostColumns, quantise_into
 from offload.models.kv_cache import KvLayer
 from offload.models.layer_weights import LayerWeights
 from offload.models.padding import Padding
@@ -18,6 +19,7 @@ from offload.models.spec import Angles, LayerSpec
 from offload.row_copies import RowCopies
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values: [rows, kv_heads, columns, head_dim]
+Parts = tuple[torch.Tensor, torch.Tensor | None]  # numbers, or codes and their scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +137,31 @@ class Prompt:
         room = self._room
         turn, room.turn = room.turn, 1 - room.turn
         self._copies.wait(room.points[turn])
-        stage = self._stage(spec, chunk, turn)
         skip = self._hidden.shape[0] - kv.host_keys.shape[0]
         rows = slice(chunk.first - skip, chunk.last - skip)
         kept = kv.host_keys[rows], kv.host_values[rows]
+        # Codes that are made of it leave, and then it is free again at once.
+        int8 = kv.host_keys.scales is not None
+        stage = self._stage(spec, chunk, 0 if int8 else turn)
+        plain: list[Parts] = [(staged, None) for staged in stage]
+        sent = self._codes(stage, chunk, turn) if int8 else plain
         if self._past:  # what earlier turns left is seen, too; it was there when they finished
-            for staged, own in zip(stage, kept, strict=True):
-                self._copies.up(_columns(staged, 0, self._past), _columns(own, 0, self._past))
+            for staged, parts, own in zip(stage, sent, kept, strict=True):
+                for part, place in _pairs(parts, own):
+                    self._copies.up(_columns(part, 0, self._past), _columns(place, 0, self._past))
+                codes, scales = (x if x is None else x[:, :, : self._past] for x in parts)
+                if codes is not None and scales is not None:
+                    torch.mul(codes, scales[..., None], out=staged[:, :, : self._past])
         run_block(spec, weights, hidden, *stage, chunk.work)
-        for staged, own in zip(stage, kept, strict=True):
-            # Noted at once: a pass that breaks off leaves copies on their way.
-            kv.common.arriving = room.points[turn] = self._copies.down(
-                _columns(own, self._past, self._end), _columns(staged, self._past, self._end)
-            )
+        for staged, parts, own in zip(stage, sent, kept, strict=True):
+            codes, scales = parts
+            if scales is not None:
+                quantise_into(staged, codes, scales, chunk.work.stream)
+            for part, place in _pairs(parts, own):
+                # Noted at once: a pass that breaks off leaves copies on their way.
+                kv.common.arriving = room.points[turn] = self._copies.down(
+                    _columns(place, self._past, self._end), _columns(part, self._past, self._end)
+                )
 
     def _stage(self, spec: LayerSpec, chunk: _Chunk, turn: int) -> Buffers:
         """Memory on the compute device for a chunk's keys and values, of any content."""
@@ -158,6 +172,21 @@ class Prompt:
             for name in ("keys", "values")
         )
         return keys, values
+
+    def _codes(self, stage: Buffers, chunk: _Chunk, turn: int) -> list[Parts]:
+        """The same for what stands for them in int8."""
+        device = self._hidden.device
+        found: list[Parts] = []
+        for name, staged in zip(("keys", "values"), stage, strict=True):
+            codes, scales = (
+                chunk.work.scratch(f"{what} of {name} {turn}", tuple(shape), like)
+                for what, shape, like in (
+                    ("codes", staged.shape, torch.empty(0, dtype=torch.int8, device=device)),
+                    ("scales", staged.shape[:-1], torch.empty(0, dtype=SCALE, device=device)),
+                )
+            )
+            found.append((codes, scales))
+        return found
 
 
 def _evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
@@ -179,7 +208,15 @@ def _rows_of(angles: Angles, first: int, last: int) -> Angles:
     return cos.contiguous(), sin.contiguous()
 
 
+def _pairs(parts: Parts, own: HostColumns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What goes where, on the compute device and in CPU memory."""
+    for part, place in zip(parts, (own.stored, own.scales), strict=True):
+        if part is not None and place is not None:
+            yield part, place
+
+
 def _columns(buffer: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Columns of a contiguous [rows, heads, columns, head_dim] as [rows * heads, elements]."""
-    rows, heads, capacity, width = buffer.shape
+    """Columns of a contiguous [rows, heads, columns, ...] as [rows * heads, elements]."""
+    rows, heads, capacity = buffer.shape[:3]
+    width = buffer.shape[3:].numel()
     return buffer.view(rows * heads, capacity * width)[:, first * width : last * width]
