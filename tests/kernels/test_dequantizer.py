@@ -147,6 +147,23 @@ def test_every_format_equals_the_reference(machine: str) -> None:
     check()
 
 
+BY_STRIPS = [f for f in FORMS if f.layout in ("packed", "plain", "fp8_block", "mxfp4", "gpt_oss")]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("shape", [(1, 256), (7, 512), (19, 768), (2, 2304)], ids=str)
+def test_rows_of_whole_strips(machine: str, shape: tuple[int, int]) -> None:
+    """Several a warp, which end with a row or in the middle of one."""
+    torch.manual_seed(shape[0])
+    for i, form in enumerate(BY_STRIPS):
+        if shape[1] % (form.block[1] or 1) and form.layout != "fp8_block":
+            continue
+        size = (2, shape[1], shape[0]) if form.layout == "gpt_oss" else shape
+        stored = random_stored(form, size, DTYPES[i % 3])
+        drawn = {"dtype": DTYPES[(i + shape[0]) % 3], "pad": i % 2 * 8, "offset": 0, "variant": 2}
+        assert problem(machine, form, stored, size, **drawn) is None, (form, drawn)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_of_fp8_and_every_scale_of_mxfp4(machine: str, dtype: torch.dtype) -> None:

@@ -82,7 +82,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             bytes=size + written,
             flop=0.0,
             ours=launches(_calls(form, every, outs, 0)),
-            peers={"loads of 16 bytes": launches(_calls(form, every, outs, 2))},
+            peers={"by units": launches(_calls(form, every, outs, 1))},
             copies=count,
         )
 

@@ -35,19 +35,23 @@ __device__ __forceinline__ int bits_of(int code) {
     return code == OFFLOAD_UINT4 || code == OFFLOAD_E2M1 ? 4 : 8;
 }
 
-// The 8 codes of `raw` as numbers.
-__device__ __forceinline__ void decode(uint2 raw, int code, float (&x)[kUnit]) {
+// The 8 codes of `raw` as numbers, above `zero`, an integer.
+__device__ __forceinline__ void decode(uint2 raw, int code, float zero, float (&x)[kUnit]) {
     switch (code) {
-        case OFFLOAD_UINT4:
+        case OFFLOAD_UINT4: {
+            const float origin = kMagic + zero;
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i) x[i] = magic(raw.x >> 4 * i & 15u) - kMagic;
+            for (int i = 0; i < kUnit; ++i) x[i] = magic(raw.x >> 4 * i & 15u) - origin;
             break;
+        }
         case OFFLOAD_E2M1:
             // Exponent and mantissa as a float32 that is too small by 2^126, subnormal or not.
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
                 const uint32_t nibble = raw.x >> 4 * i;
-                x[i] = __uint_as_float((nibble & 7u) << 22 | (nibble & 8u) << 28) * 8.507059173e37f;
+                x[i] =
+                    __uint_as_float((nibble & 7u) << 22 | (nibble & 8u) << 28) * 8.507059173e37f -
+                    zero;
             }
             break;
         case OFFLOAD_E4M3:
@@ -56,16 +60,16 @@ __device__ __forceinline__ void decode(uint2 raw, int code, float (&x)[kUnit]) {
                 const uint32_t byte = (i < 4 ? raw.x : raw.y) >> 8 * (i % 4);
                 const float small = __uint_as_float((byte & 127u) << 20 | (byte & 128u) << 24);
                 x[i] = (byte & 127u) == 127u ? __uint_as_float(0x7fffffffu)
-                                             : small * 1.329227996e36f;  // 2^120
+                                             : small * 1.329227996e36f - zero;  // 2^120
             }
             break;
         default: {
             const uint32_t flip = code == OFFLOAD_INT8 ? 128u : 0u;
-            const float zero = kMagic + static_cast<float>(flip);
+            const float origin = kMagic + static_cast<float>(flip) + zero;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
                 const uint32_t byte = (i < 4 ? raw.x : raw.y) >> 8 * (i % 4) & 255u;
-                x[i] = magic(byte ^ flip) - zero;
+                x[i] = magic(byte ^ flip) - origin;
             }
         }
     }
@@ -125,9 +129,10 @@ __device__ __forceinline__ Affine affine_at(const OffloadDequantize& a, const Di
             zero_at(a, row, scale_row, g)};
 }
 
-__device__ __forceinline__ void apply(Affine affine, float (&x)[kUnit]) {
+__device__ __forceinline__ void decode(uint2 raw, int code, Affine affine, float (&x)[kUnit]) {
+    decode(raw, code, affine.zero, x);
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) x[i] = (x[i] - affine.zero) * affine.scale;
+    for (int i = 0; i < kUnit; ++i) x[i] *= affine.scale;
 }
 
 template <typename T>
@@ -138,56 +143,124 @@ __device__ __forceinline__ void store_unit(T* to, const float (&x)[kUnit]) {
         store_once<T, kWidth>(to + i, from_floats<T, kWidth>(x + i));
 }
 
-// Codes along the depth. A thread has kUnits units under way: kUnits of every kThreads-th, or, with
-// kWide, 16 or 32 bytes of codes next to each other.
-template <typename T, int kUnits, bool kWide>
+// Strips of 256 weights along the depth, a unit a lane, kUnits strips a warp: a row's address is
+// worked out once for all of them. Of what is done for each unit hardly anything is left but its
+// load, its numbers and its store: 17 instructions a weight are all that HBM's rate leaves for
+// int4.
+struct Strips {
+    Divisor of_row;
+    Divisor scale_rows;              // that share a scale
+    int group_log2;                  // of columns
+    int count;                       // in all
+    int code_stride, output_stride;  // they fit
+    int scale_row_stride, scale_group_stride, zero_row_stride, zero_group_stride;
+};
+
+constexpr int kStrip = 32 * kUnit;
+
+template <typename T, int kCode, int kUnits>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_rows_kernel(const OffloadDequantize a, const Divisors d, int64_t units) {
+    dequantize_strips_kernel(const OffloadDequantize a, const Strips s) {
     let_next_kernel_begin();
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kUnits +
-                          (kWide ? threadIdx.x * kUnits : threadIdx.x);
-    constexpr int kStep = kWide ? 1 : kThreads;
+    const int first = (blockIdx.x * (kThreads / 32) + threadIdx.x / 32) * kUnits;
+    if (first >= s.count) return;
+    constexpr int kBits = kCode == OFFLOAD_UINT4 || kCode == OFFLOAD_E2M1 ? 4 : 8;
+    int row[kUnits], k[kUnits];
+    row[0] = s.of_row(first);
+    k[0] = (first - row[0] * s.of_row.by) * kStrip + threadIdx.x % 32 * kUnit;
+#pragma unroll
+    for (int i = 1; i < kUnits; ++i) {  // behind the last strip that one again
+        const bool more = first + i < s.count, ends = k[i - 1] + kStrip >= a.depth;
+        row[i] = row[i - 1] + (more && ends);
+        k[i] = !more ? k[i - 1] : ends ? k[i - 1] + kStrip - a.depth : k[i - 1] + kStrip;
+    }
+    const auto at = [](int index, int stride) { return static_cast<int64_t>(index) * stride; };
+    uint2 raw[kUnits] = {};
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+        const unsigned char* from = static_cast<const unsigned char*>(a.codes) +
+                                    at(row[i], s.code_stride) + k[i] * kBits / 8;
+        if (kBits == 4)
+            raw[i].x = *reinterpret_cast<const uint32_t*>(from);
+        else
+            raw[i] = *reinterpret_cast<const uint2*>(from);
+    }
+    float scale[kUnits], zero[kUnits];
+    const auto group = [&](int i) { return k[i] >> s.group_log2; };
+    const auto read = [&](auto value) {  // the dtype is looked at once, not once a unit
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i)
+            scale[i] =
+                value(s.scale_rows(row[i]) * a.scale_row_stride + group(i) * a.scale_group_stride);
+    };
+    switch (a.scale_dtype) {
+        case OFFLOAD_F16:
+            read([&](int64_t i) { return to_float(static_cast<const __half*>(a.scale)[i]); });
+            break;
+        case OFFLOAD_BF16:
+            read(
+                [&](int64_t i) { return to_float(static_cast<const __nv_bfloat16*>(a.scale)[i]); });
+            break;
+        case OFFLOAD_F32:
+            read([&](int64_t i) { return static_cast<const float*>(a.scale)[i]; });
+            break;
+        default:
+            read([&](int64_t i) { return scale_at(a, i); });
+    }
+    if (a.zero_kind == OFFLOAD_ZERO_VALUE) {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) zero[i] = static_cast<float>(a.zero_value);
+    } else if (a.zero_kind == OFFLOAD_ZERO_WORDS) {  // of the codes' size, along the rows
+        constexpr int kPerWord = 32 / kBits;
+        const uint32_t* words = static_cast<const uint32_t*>(a.zero);
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+            const uint32_t word =
+                words[at(row[i] / kPerWord, s.zero_row_stride) + at(group(i), s.zero_group_stride)];
+            const uint32_t code = (word >> row[i] % kPerWord * kBits) + a.zero_value;
+            zero[i] = magic(code & ((1u << kBits) - 1)) - kMagic;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i)
+            zero[i] = zero_at(a, row[i], s.scale_rows(row[i]), group(i));
+    }
+    wait_for_previous_kernel();  // which may still read the output
+    T* output = static_cast<T*>(a.output);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+        if (first + i >= s.count) break;
+        float x[kUnit];
+        decode(raw[i], kCode, Affine{scale[i], zero[i]}, x);
+        store_unit(output + at(row[i], s.output_stride) + k[i], x);
+    }
+}
+
+// Codes along the depth, of any number of units a row: kUnits of every kThreads-th a thread.
+template <typename T, int kUnits>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_units_kernel(const OffloadDequantize a, const Divisors d, int64_t units) {
+    let_next_kernel_begin();
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kUnits + threadIdx.x;
     const bool narrow = bits_of(a.code) == 4;
     uint2 raw[kUnits] = {};
     int row[kUnits], k[kUnits];
     Affine affine[kUnits];
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-        const int64_t unit = first + i * kStep;
-        const int at = static_cast<int>(unit < units ? unit : kWide ? i : 0);
+        const int64_t unit = first + i * kThreads;
+        const int at = static_cast<int>(unit < units ? unit : 0);
         row[i] = d.units(at);
         k[i] = (at - row[i] * d.units.by) * kUnit;
     }
-    if constexpr (kWide) {  // a row has a multiple of kUnits units
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
         const unsigned char* from = static_cast<const unsigned char*>(a.codes) +
-                                    row[0] * a.code_stride + (narrow ? k[0] / 2 : k[0]);
-        if (narrow) {
-#pragma unroll
-            for (int i = 0; i < kUnits; i += 4) {
-                const uint4 four = *reinterpret_cast<const uint4*>(from + i * 4);
-                raw[i].x = four.x;
-                raw[i + 1].x = four.y;
-                raw[i + 2].x = four.z;
-                raw[i + 3].x = four.w;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kUnits; i += 2) {
-                const uint4 two = *reinterpret_cast<const uint4*>(from + i * 8);
-                raw[i] = make_uint2(two.x, two.y);
-                raw[i + 1] = make_uint2(two.z, two.w);
-            }
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-            const unsigned char* from = static_cast<const unsigned char*>(a.codes) +
-                                        row[i] * a.code_stride + (narrow ? k[i] / 2 : k[i]);
-            if (narrow)
-                raw[i].x = *reinterpret_cast<const uint32_t*>(from);
-            else
-                raw[i] = *reinterpret_cast<const uint2*>(from);
-        }
+                                    row[i] * a.code_stride + (narrow ? k[i] / 2 : k[i]);
+        if (narrow)
+            raw[i].x = *reinterpret_cast<const uint32_t*>(from);
+        else
+            raw[i] = *reinterpret_cast<const uint2*>(from);
     }
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) affine[i] = affine_at(a, d, row[i], k[i]);
@@ -195,10 +268,9 @@ __global__ void __launch_bounds__(kThreads)
     T* output = static_cast<T*>(a.output);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-        if (first + i * kStep >= units) break;
+        if (first + i * kThreads >= units) break;
         float x[kUnit];
-        decode(raw[i], a.code, x);
-        apply(affine[i], x);
+        decode(raw[i], a.code, affine[i], x);
         store_unit(output + row[i] * a.output_stride + k[i], x);
     }
 }
@@ -277,8 +349,7 @@ __global__ void __launch_bounds__(kThreads, 4)
             for (int u = 0; u < kUnits; ++u) {
                 if (u >= count) break;
                 float x[kUnit];
-                decode(raw[u], code, x);
-                apply(affine[u], x);
+                decode(raw[u], code, affine[u], x);
                 put_unit<T>(tile, threadIdx.x, u, x);
             }
         } else {  // act order: a group a column
@@ -287,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                 const int k = first_k + u * kUnit;
                 const uint2 raw = load_unit(k);
                 float x[kUnit];
-                decode(raw, code, x);
+                decode(raw, code, 0.f, x);
 #pragma unroll
                 for (int i = 0; i < kUnit; ++i) {
                     const Affine own = word_affine_at(a, d, row, k + i);
@@ -316,8 +387,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
                 for (int i = 0; i < kUnit; ++i) raw.x |= (words[i] >> shift & 15u) << 4 * i;
                 float x[kUnit];
-                decode(raw, OFFLOAD_UINT4, x);
-                apply(affine[r], x);
+                decode(raw, OFFLOAD_UINT4, affine[r], x);
                 put_unit<T>(tile, in_tile + r, u, x);
             }
         }
@@ -363,10 +433,9 @@ __global__ void __launch_bounds__(kThreads)
         code >>= row_word_shift(row);
     }
     float x[kUnit];
-    decode(make_uint2(bits == 4 ? code & 15u : code & 255u, 0u), a.code, x);
     const Affine affine = affine_at(a, d, row, k);
-    static_cast<T*>(a.output)[row * a.output_stride + k] =
-        from_float<T>((x[0] - affine.zero) * affine.scale);
+    decode(make_uint2(bits == 4 ? code & 15u : code & 255u, 0u), a.code, affine, x);
+    static_cast<T*>(a.output)[row * a.output_stride + k] = from_float<T>(x[0]);
 }
 
 // ---- on the host ----
@@ -403,13 +472,58 @@ int check_sizes(const OffloadDequantize& a) {
     return 0;
 }
 
-template <typename T, int kUnits, bool kWide>
-int launch_rows(const OffloadDequantize& a, const Divisors& d, void* stream) {
+template <typename T>
+int launch_units(const OffloadDequantize& a, const Divisors& d, void* stream) {
+    constexpr int kUnits = 4;
     const int64_t units = static_cast<int64_t>(a.rows) * (a.depth / kUnit);
     const int64_t blocks = (units - 1) / (kThreads * kUnits) + 1;
-    return launch("dequantize", dequantize_rows_kernel<T, kUnits, kWide>,
+    return launch("dequantize", dequantize_units_kernel<T, kUnits>,
                   dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a.launch_early, a,
                   d, units);
+}
+
+template <typename T, int kCode>
+int launch_strips_of(const OffloadDequantize& a, const Strips& s, void* stream) {
+    constexpr int kUnits = kCode == OFFLOAD_UINT4 || kCode == OFFLOAD_E2M1 ? 8 : 4;
+    const int64_t blocks = (s.count - 1ll) / (kThreads / 32 * kUnits) + 1;
+    return launch("dequantize", dequantize_strips_kernel<T, kCode, kUnits>,
+                  dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a.launch_early, a,
+                  s);
+}
+
+template <typename T>
+int launch_strips(const OffloadDequantize& a, const Divisors& d, int group_log2, void* stream) {
+    Strips s;
+    s.of_row = Divisor(a.depth / kStrip);
+    s.scale_rows = d.scale_rows;
+    s.group_log2 = group_log2;
+    s.count = a.rows * (a.depth / kStrip);
+    s.code_stride = static_cast<int>(a.code_stride);
+    s.scale_row_stride = static_cast<int>(a.scale_row_stride);
+    s.scale_group_stride = static_cast<int>(a.scale_group_stride);
+    s.output_stride = static_cast<int>(a.output_stride);
+    s.zero_row_stride = static_cast<int>(a.zero_row_stride);
+    s.zero_group_stride = static_cast<int>(a.zero_group_stride);
+    switch (a.code) {
+        case OFFLOAD_UINT4:
+            return launch_strips_of<T, OFFLOAD_UINT4>(a, s, stream);
+        case OFFLOAD_UINT8:
+            return launch_strips_of<T, OFFLOAD_UINT8>(a, s, stream);
+        case OFFLOAD_INT8:
+            return launch_strips_of<T, OFFLOAD_INT8>(a, s, stream);
+        case OFFLOAD_E4M3:
+            return launch_strips_of<T, OFFLOAD_E4M3>(a, s, stream);
+        default:
+            return launch_strips_of<T, OFFLOAD_E2M1>(a, s, stream);
+    }
+}
+
+// Of a group's columns; 31 where a row is one group, -1 where they are no power of two.
+int group_log2(const OffloadDequantize& a) {
+    if (a.group >= a.depth) return 31;
+    int log2 = 0;
+    while ((1 << log2) < a.group) ++log2;
+    return 1 << log2 == a.group ? log2 : -1;
 }
 
 template <typename T>
@@ -427,9 +541,14 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
     const uintptr_t codes = reinterpret_cast<uintptr_t>(a.codes) | a.code_stride;
     if (wide_output && a.order == OFFLOAD_ALONG_DEPTH && codes % code_bytes == 0 &&
         d.whole_groups) {
-        const bool wide_codes = codes % 16 == 0 && a.depth % (4 * kUnit) == 0;
-        if (a.variant == 2 && wide_codes) return launch_rows<T, 4, true>(a, d, stream);
-        return launch_rows<T, 4, false>(a, d, stream);
+        const int log2 = group_log2(a);
+        int64_t widest = 0;
+        for (int64_t stride : {a.code_stride, a.output_stride, a.scale_row_stride,
+                               a.scale_group_stride, a.zero_row_stride, a.zero_group_stride})
+            widest = stride > widest ? stride : widest;
+        if (a.variant != 1 && a.depth % kStrip == 0 && log2 >= 0 && widest <= INT32_MAX)
+            return launch_strips<T>(a, d, log2, stream);
+        return launch_units<T>(a, d, stream);
     }
     const bool word_zeros =
         a.zero_kind == OFFLOAD_ZERO_WORDS || a.zero_kind == OFFLOAD_ZERO_ROW_WORDS;

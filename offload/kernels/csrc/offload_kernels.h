@@ -233,8 +233,8 @@ typedef struct {
     int32_t scale_dtype;  // OffloadDtype, or OFFLOAD_E8M0
     int32_t dtype;        // of the output
     int32_t launch_early;  // the stored tensors must be in place before the kernel ahead ends
-    int32_t variant;       // 0: chosen by the library; for codes along the depth 1: what a thread
-                           // loads is next to its neighbours'; 2: it loads 16 bytes
+    int32_t variant;       // 0: chosen by the library; for codes along the depth 1: by units of 8;
+                           // 2: by strips of 256 where there are such
 } OffloadDequantize;
 
 // output = act(input @ weight.T + bias) + residual for up to 64 rows, with a gate as in
