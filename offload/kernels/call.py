@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable, Sequence
 from ctypes import Structure
 from typing import Any, ClassVar
 
@@ -47,6 +48,19 @@ class Call:
 
     def _reference(self) -> None:
         raise NotImplementedError
+
+
+class CompositeCall(Call):
+    """Several launches in their order, torch's own products too: what no struct of the library
+    describes. A subclass checks its tensors and sets `_launches`, functions of the stream.
+    """
+
+    _launches: Sequence[Callable[[int], Any]]
+
+    def launch(self, stream: int = 0) -> None:
+        """Issue them on `stream` (a cudaStream_t as a number; the CPU has none)."""
+        for launch in self._launches:
+            launch(stream)
 
 
 def current_stream(device: torch.device) -> int:

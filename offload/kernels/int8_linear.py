@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload.kernels.call import Call, check, on_stream
+from offload.kernels.call import CompositeCall, check, on_stream
 from offload.kernels.quantize_rows import QuantizeRows
 from offload.kernels.scale_sums import ScaleSums
 from offload.kernels.structs import DTYPES
@@ -75,7 +75,7 @@ class Int8Rows:
         return QuantizeRows(input, self.codes[: self.count], self.scales[: self.count], **before)
 
 
-class Int8Linear(Call):
+class Int8Linear(CompositeCall):
     """out = act(x @ weight.T + bias) + residual, with a gate act(gate) * up + residual, where x is
     the input in int8, each row with a scale of its own (the largest magnitude / 127), and the
     weight is what `stored` (by the ends of names) stands for in `form`: int8 codes and one scale a
@@ -106,7 +106,8 @@ class Int8Linear(Call):
         early: bool = False,
     ) -> None:
         count, products, depth = _check(input, form, stored, out, gated)
-        self._launches: list[Callable[[int], Any]] = []
+        launches: list[Callable[[int], Any]] = []
+        self._launches = launches
         if not count:
             return
         some = at_once(count, products)
@@ -118,7 +119,7 @@ class Int8Linear(Call):
             rows = input
         else:
             rows = Int8Rows.within(memory, count, depth)
-            self._launches.append(rows.made_of(input, early=early).launch)
+            launches.append(rows.made_of(input, early=early).launch)
         sums = memory[own:].view(torch.int32).view(-1, products)
         weight, flat = stored["weight"].t(), out.view(count, -1)
         added = None if residual is None else residual.view(count, -1)
@@ -126,8 +127,8 @@ class Int8Linear(Call):
             piece = slice(first, min(first + some, count))
             part = rows[piece]
             product = sums[: part.codes.shape[0]]
-            self._launches.append(partial(_multiply, part.codes, weight, product))
-            self._launches.append(
+            launches.append(partial(_multiply, part.codes, weight, product))
+            launches.append(
                 ScaleSums(
                     product[: part.count],
                     part.scales[: part.count],
@@ -139,11 +140,6 @@ class Int8Linear(Call):
                     gated=gated,
                 ).launch
             )
-
-    def launch(self, stream: int = 0) -> None:
-        """Issue it on `stream` (a cudaStream_t as a number; the CPU has none)."""
-        for launch in self._launches:
-            launch(stream)
 
 
 def at_once(count: int, products: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from offload.kernels import reference, tuning
 from offload.kernels.activation import Activation, Kind
-from offload.kernels.call import Call, current_stream, on_stream
+from offload.kernels.call import CompositeCall, on_stream
 from offload.kernels.cublas_product import CublasProduct
 from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear, check_statistics
 from offload.kernels.norm import Norm
@@ -45,7 +45,7 @@ class _Arguments:
         return self.input.numel() // self.input.shape[-1]
 
 
-class Linear(Call):
+class Linear(CompositeCall):
     """out = act(norm(input) @ weight.T + bias) + residual, with a gate act(gate) * up + residual,
     for any number of rows; arguments as SkinnyGemm has them.
 
@@ -100,7 +100,7 @@ class Linear(Call):
         self.choice = choice
         self.statistics: torch.Tensor | None = None
         if input.device.type != "cuda" or not asked.rows:
-            self._launches: tuple[Callable[[int], Any], ...] = (self._reference,)
+            self._launches = (self._on_cpu,)
             return
         workspace = workspace or Workspace(input.device)
         if choice is None:
@@ -117,13 +117,7 @@ class Linear(Call):
         else:
             self._launches = _launches(asked, choice, workspace)
 
-    # Several launches, or one of torch's: nothing here that a struct of the library describes.
-    def launch(self, stream: int = 0) -> None:
-        """Issue the product on `stream` (a cudaStream_t as a number; the CPU has none)."""
-        for launch in self._launches:
-            launch(stream)
-
-    def _reference(self, stream: int = 0) -> None:
+    def _on_cpu(self, stream: int) -> None:
         asked = self._arguments
         result = reference.linear(
             asked.input,
@@ -233,17 +227,8 @@ class _Measurement:
 
     def _time(self, choice: Choice) -> float:
         workspace = Workspace(self._device)
-        runs = [_launches(copy, choice, workspace) for copy in self._copies]
-
-        def run(launches: tuple[Callable[[int], Any], ...]) -> Callable[[], None]:
-            def all_of_them() -> None:
-                stream = current_stream(self._device)
-                for launch in launches:
-                    launch(stream)
-
-            return all_of_them
-
-        return tuning.time_calls([run(launches) for launches in runs], self._device)
+        products = [_launches(copy, choice, workspace) for copy in self._copies]
+        return tuning.time_products(products, self._device)
 
 
 def _launches(

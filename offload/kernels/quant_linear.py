@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.kernels import reference, tuning
-from offload.kernels.call import Call, current_stream
+from offload.kernels.call import CompositeCall
 from offload.kernels.dequantize import dequantise
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
@@ -23,7 +23,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of rows
 OWN, CUBLAS = Choice("own"), Choice("cublas")
 
 
-class QuantLinear(Call):
+class QuantLinear(CompositeCall):
     """out = act(input @ weight.T + bias) + residual, with a gate act(gate) * up + residual, where
     the weight is what `stored` stands for in `form`; arguments as QuantGemm has them.
 
@@ -84,7 +84,7 @@ class QuantLinear(Call):
             self.choice = _choose(asked)
         self.fused = self.choice.way == "own"
         if not on_gpu:
-            self._launches: tuple[Callable[[int], Any], ...] = (self._reference_on,)
+            self._launches = (self._on_cpu,)
             return
         if not self.fused and scratch is None:
             scratch = torch.empty(self._shape, dtype=input.dtype, device=input.device)
@@ -104,13 +104,7 @@ class QuantLinear(Call):
             return "input and codes do not lie at multiples of 16 bytes"
         return why_not_fused(form, input.dtype, stored[form.scale_name].dtype, depth)
 
-    # Several launches: nothing here that a struct of the library describes.
-    def launch(self, stream: int = 0) -> None:
-        """Issue the product on `stream` (a cudaStream_t as a number; the CPU has none)."""
-        for launch in self._launches:
-            launch(stream)
-
-    def _reference_on(self, stream: int) -> None:
+    def _on_cpu(self, stream: int) -> None:
         weight = dequantise(self._form, self._stored, self._shape, self._input.dtype)
         self._out.copy_(reference.linear(self._input, weight, norm=None, **self._after))
 
@@ -208,14 +202,5 @@ class _Measurement:
 
     def _time(self, choice: Choice) -> float:
         workspace = Workspace(self._device)
-        runs = [_launches(copy, choice, self._scratch, workspace) for copy in self._copies]
-
-        def run(launches: tuple[Callable[[int], Any], ...]) -> Callable[[], None]:
-            def all_of_them() -> None:
-                stream = current_stream(self._device)
-                for launch in launches:
-                    launch(stream)
-
-            return all_of_them
-
-        return tuning.time_calls([run(launches) for launches in runs], self._device)
+        products = [_launches(copy, choice, self._scratch, workspace) for copy in self._copies]
+        return tuning.time_products(products, self._device)

@@ -17,10 +17,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from offload.kernels.call import current_stream
 from offload.kernels.library import FILE
 
+Launch = Callable[[int], Any]  # on the stream of that number
 Way = Literal["own", "cublas", "whole", "rows", "columns"]
-SKINNY = ("own",)  # an own kernel, for few rows
+SKINNY = ("own",)  # a kernel of the project, for few rows
 PIECES = ("whole", "rows", "columns")  # cuBLAS with many rows
 WAYS = get_args(Way)
 BUCKETS = (1, 2, 4, 8, 16)
@@ -75,9 +77,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """ "own": SkinnyGemm, with its variant and splits; "cublas": torch's product, the rest in
-    kernels around it. Of torch's products with many rows: "whole", or in `splits` pieces of the
-    "rows" or of the outputs, "columns".
+    """ "own": SkinnyGemm or QuantGemm, with its variant and splits; "cublas": torch's product, the
+    rest in kernels around it. Of torch's products with many rows: "whole", or in `splits` pieces
+    of the "rows" or of the outputs, "columns".
     """
 
     way: Way
@@ -231,17 +233,25 @@ def rotation(nbytes: int, device: torch.device) -> int:
     return min(64, max(2, -(-ROTATION_OF_L2 * l2 // max(1, nbytes))))
 
 
-def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    """Median microseconds of one of `calls`, which run one after another in a CUDA graph."""
+def time_products(products: Sequence[Sequence[Launch]], device: torch.device) -> float:
+    """Median microseconds of one of `products`, each some launches, which run one after another in
+    a CUDA graph.
+    """
+
+    def issue(launches: Sequence[Launch]) -> None:
+        current = current_stream(device)
+        for launch in launches:
+            launch(current)
+
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        calls[0]()
+        issue(products[0])
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for call in calls:
-                call()
+            for launches in products:
+                issue(launches)
         times = []
         for _ in range(REPEATS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -249,7 +259,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> floa
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+            times.append(start.elapsed_time(end) * 1e3 / len(products))
     return statistics.median(times[1:])
 
 
