@@ -11,7 +11,8 @@ import torch
 from offload.kernels import Norm
 from offload.kernels.quant_gemm import MOST_ROWS
 from offload.models.adjacent import joined
-from offload.models.quantized.layer import Filling, QuantisedLayer, StoredWeight
+from offload.models.quantized.layer import Filling, QuantisedLayer
+from offload.models.quantized.stack import StoredWeight
 from offload.models.spec import LayerSpec, LinearSpec, NormSpec
 
 

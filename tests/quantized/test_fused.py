@@ -24,7 +24,8 @@ from offload.kernels.quant_gemm import QuantGemm
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.models.quantized.coded import Decoder, stand_for
-from offload.models.quantized.layer import Filling, Stack
+from offload.models.quantized.layer import Filling
+from offload.models.quantized.stack import Stack
 from offload.models.quantized.whole import WholeWeight
 
 sys.path.append(str(Path(__file__).parents[1] / "behaviour"))

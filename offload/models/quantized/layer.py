@@ -4,108 +4,22 @@ they are stored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Coded
 from offload.kernels.int8_linear import why_not_int8
 from offload.kernels.quant_gemm import why_not_fused
-from offload.kernels.weight_format import WeightFormat
-from offload.models.adjacent import joined
 from offload.models.quantized.coded import Decoder
-from offload.models.quantized.in_rows import rearranged
 from offload.models.quantized.modules import quantised_forwards
 from offload.models.quantized.scratch import Scratch
-from offload.models.quantized.whole import Fill, WholeWeight
+from offload.models.quantized.stack import Stack, StoredWeight, stored_together
+from offload.models.quantized.whole import Fill
 from offload.models.spec import LayerSpec, LinearSpec, ModelSpec
 from offload.models.watched import Place
 from offload.store.layout import align
-
-# Of their stored tensors, each row belongs to one output, or to some that lie together.
-_BY_ROWS = ("packed", "plain", "fp8_block", "mxfp4")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A product's weight as it is stored, in tensors that lie for good, by the ends of names."""
-
-    form: WeightFormat
-    tensors: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Weights of one format that act as one where what is stored for them lies together.
-
-    parts: by the ends of their names, the stored tensors of each weight, as the layer names them.
-    """
-
-    form: WeightFormat
-    scale: torch.dtype
-    shape: tuple[int, int]  # of all of them together
-    parts: Mapping[str, tuple[str, ...]]
-
-    @classmethod
-    def of(cls, weights: Mapping[str, WholeWeight]) -> Stack | None:
-        """The stack of these, by their names in the layer; None where they are not of one format,
-        stored row by row, or more than what is stored for them.
-        """
-        found: list[tuple[Decoder, dict[str, tuple[torch.dtype, torch.Size]]]] = []
-        for weight in weights.values():
-            expression = weight.expression
-            decode = getattr(expression, "decode", None)
-            if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
-                return None
-            stored = {end: (t.dtype, t.shape[1:]) for end, t in expression.parts}
-            found.append((decode, stored))
-        first, stored = found[0]
-        rows = [decode.shape[0] for decode, _ in found]
-        if len(found) > 1:
-            same = all(d.form == first.form and s == stored for d, s in found)
-            if not same or not _stackable(first.form, rows):
-                return None
-        return cls(
-            first.form,
-            stored[first.form.scale_name][0],
-            (sum(rows), first.shape[-1]),
-            dict(zip(stored, _parts(weights), strict=True)),
-        )
-
-    def stored(self, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
-        """It in one piece, from the layer's `tensors`."""
-        return StoredWeight(
-            self.form,
-            {end: joined([tensors[n] for n in names]) for end, names in self.parts.items()},
-        )
-
-
-def _parts(weights: Mapping[str, WholeWeight]) -> list[tuple[str, ...]]:
-    """The stored tensors of weights of one format, as the layer names them, like ones together."""
-    named = (
-        [f"{name.removesuffix(weight.key)}{part}" for part in weight.parts]
-        for name, weight in weights.items()
-    )
-    return list(zip(*named, strict=True))
-
-
-def _stack_once_rearranged(weights: Mapping[str, WholeWeight]) -> bool:
-    """Whether these are a stack where the layer stays, and what is stored is rearranged there."""
-    later = {name: rearranged(weight) for name, weight in weights.items()}
-    stays = [name for name, weight in later.items() if weight is None]
-    return not stays and Stack.of({n: w for n, w in later.items() if w is not None}) is not None
-
-
-def _stackable(form: WeightFormat, rows: Sequence[int]) -> bool:
-    """Whether weights of so many rows, one behind the other, are one weight of this format."""
-    if form.layout not in _BY_ROWS or form.act_order or form.block[0] == 0:
-        return False
-    zeros = form.per_word if form.zero_points and form.layout == "packed" else 1
-    return all(count % math.lcm(form.block[0], zeros) == 0 for count in rows[:-1])
 
 
 class Filling:
@@ -157,8 +71,7 @@ class QuantisedLayer:
             stack = Stack.of(own)
             if stack is not None:
                 self._stacks[linear] = stack
-            if stack is not None or _stack_once_rearranged(own):
-                self._adjacent[linear] = _parts(own)
+            self._adjacent[linear] = stored_together(own)
         self.scratch.need(at, max(weight.beside for weight in self._weights.values()))
 
     @classmethod
