@@ -43,10 +43,10 @@ QuantChoice choose_kernel(int index) {
 
 // Blocks that take their codes straight from global memory have no stages.
 template <typename T, int kBits, int kColumns, int kGroups, int kParts, int kBlocks,
-          bool kScaleWeights>
+          bool kScaleWeights, bool kWide>
 QuantChoice choose_direct(int index) {
     using Shape = QuantShape<kBits, kColumns, kGroups * kParts, 1, kGroups, 1>;
-    return {direct_gemm_kernel<T, kBits, kColumns, kGroups, kParts, kBlocks, kScaleWeights>,
+    return {direct_gemm_kernel<T, kBits, kColumns, kGroups, kParts, kBlocks, kScaleWeights, kWide>,
             index,
             kScaleWeights,
             Shape::kThreads,
@@ -67,11 +67,14 @@ template <typename T, int kBits, bool kScaleWeights>
 QuantChoice kernel_of(int rows, int variant, int base) {
     constexpr bool kScale = kScaleWeights;
     if (rows <= kFewRows) {
-        if (variant == 1) return choose_direct<T, kBits, 1, 2, 4, 2, kScale>(base);
-        if (variant == 2) return choose_direct<T, kBits, 1, 1, 8, 2, kScale>(base + 1);
-        if (variant == 3) return choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScale>(base + 2);
+        if (variant == 1) return choose_direct<T, kBits, 1, 2, 4, 2, kScale, false>(base);
+        if constexpr (!kScale) {
+            if (rows <= 4 && variant == 3)
+                return choose_direct<T, kBits, 1, 2, 4, 2, false, true>(base + 1);
+        }
+        if (variant == 2) return choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScale>(base + 2);
     } else {
-        if (variant == 1) return choose_direct<T, kBits, 2, 2, 4, 2, kScale>(base + 5);
+        if (variant == 1) return choose_direct<T, kBits, 2, 2, 4, 2, kScale, false>(base + 5);
         if (variant == 2) return choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScale>(base + 6);
     }
     return {};
@@ -160,7 +163,7 @@ bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int pass
     const int64_t pitch = steps * c.step_depth * 2 + 64;
     const int64_t inputs = pitch * a.rows, sums = steps * 2 * c.half_sums;
     const int64_t earlier = passes == 1 ? 0 : int64_t{p.tiles} * c.tile_rows * a.rows * 4;
-    const int64_t rest = inputs + sums + c.parts_bytes + earlier;
+    const int64_t rest = inputs + sums + kNothing + c.parts_bytes + earlier;
     const int stage_bytes = c.parts ? 0 : c.tile_rows * c.chunk_bytes;
     if (rest + kLeastStages * stage_bytes > room) return false;
     p.stages =
@@ -168,7 +171,7 @@ bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int pass
     p.input_pitch = static_cast<int>(pitch);
     p.inputs_at = p.stages * stage_bytes;
     p.input_sums_at = p.inputs_at + static_cast<int>(inputs);
-    p.parts_at = p.input_sums_at + static_cast<int>(sums);
+    p.parts_at = p.input_sums_at + static_cast<int>(sums) + kNothing;
     p.passes_at = p.parts_at + c.parts_bytes;
     call.shared = p.passes_at + static_cast<int>(earlier);
     return true;

@@ -13,14 +13,16 @@ namespace offload {
 
 constexpr int kUnitBytes = 128;  // of a row
 constexpr int kUnitHalves = 4;   // of a step, of 32 bytes
+constexpr int kNothing = 512;    // bytes of zeros in shared memory
 
 // A unit of a lane: of rows 8 apart 8 bytes of each quarter; of scales and zeros those of the
 // quarter that has the lane's number, or where a quarter has several, its own of each quarter.
-template <bool kScaleWeights>
+template <bool kScaleWeights, bool kWide>
 struct QuantUnit {
-    uint2 codes[2][kUnitHalves];
-    uint32_t scales[2][kScaleWeights ? kUnitHalves : 1];
-    uint32_t zeros[2][kScaleWeights ? kUnitHalves : 1];  // words
+    static constexpr int kOwn = kScaleWeights ? kUnitHalves : kWide ? 2 : 1;
+    uint2 codes[2][kUnitHalves];  // wide: 16 bytes of each half of the unit
+    uint32_t scales[2][kOwn];
+    uint32_t zeros[2][kOwn];  // words
     int zero_shift[2];
 };
 
@@ -37,14 +39,29 @@ __device__ __forceinline__ uint2 load_once(const unsigned char* from, uint64_t p
 #endif
 }
 
+__device__ __forceinline__ uint4 load_once16(const unsigned char* from, uint64_t policy) {
+#ifdef __CUDA_ARCH__
+    uint4 x;
+    asm volatile(
+        "ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(from), "l"(policy));
+    return x;
+#else
+    return *reinterpret_cast<const uint4*>(from);
+#endif
+}
+
 template <typename T, int kBits, int kColumns, int kGroups, int kParts, int kBlocks,
-          bool kScaleWeights>
+          bool kScaleWeights, bool kWide>
 __global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
     direct_gemm_kernel(const __grid_constant__ OffloadQuantGemm a,
                        const __grid_constant__ QuantPlan p) {
     using Shape = QuantShape<kBits, kColumns, kGroups * kParts, 1, kGroups, 1>;
     using Code = Codes<T, kBits>;
-    using Unit = QuantUnit<kScaleWeights>;
+    using Unit = QuantUnit<kScaleWeights, kWide>;
+    constexpr int kLaneBytes = kWide ? 16 : 8, kOwn = Unit::kOwn;
+    static_assert(!kWide || (kColumns == 1 && !kScaleWeights), "up to 4 rows");
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
     // From a lane: so the compiler sees that a warp has the same.
@@ -75,7 +92,7 @@ __global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
             const int in_tile = group * 16 + h * 8 + row, n = at.row_of(a, in_tile);
             there[h] = at.output_of(a, in_tile) < at.outputs;
             codes_at[h] = static_cast<const unsigned char*>(a.codes) +
-                          static_cast<int64_t>(n) * p.row_bytes + quarter * 8;
+                          static_cast<int64_t>(n) * p.row_bytes + quarter * kLaneBytes;
             scales_at[h] = static_cast<const uint16_t*>(a.scale) + n * p.groups;
             zeros_at[h] = static_cast<const uint32_t*>(a.zero) + n / kPerWord * p.groups;
             zero_shift[h] = n % kPerWord * kBits;
@@ -86,27 +103,35 @@ __global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
         if (ahead_pass >= p.chunks) return;
         const int skip = ahead * kUnitBytes;
         // Behind a row's end the activations are zeros, and any code is finite.
+        auto load = [&](int h, int j, int at) {
+            if constexpr (kWide) {
+                const uint4 x = load_once16(codes_at[h] + at, policy);
+                to.codes[h][j * 2] = make_uint2(x.x, x.y);
+                to.codes[h][j * 2 + 1] = make_uint2(x.z, x.w);
+            } else {
+                to.codes[h][j] = load_once(codes_at[h] + at, policy);
+            }
+        };
+        constexpr int kLoads = kUnitBytes / 4 / kLaneBytes;
         if (skip + kUnitBytes <= p.row_bytes) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const unsigned char* const from = codes_at[h] + skip;
+            for (int h = 0; h < 2; ++h)
                 if (there[h]) {
 #pragma unroll
-                    for (int j = 0; j < kUnitHalves; ++j)
-                        to.codes[h][j] = load_once(from + j * 32, policy);
+                    for (int j = 0; j < kLoads; ++j) load(h, j, skip + j * 4 * kLaneBytes);
                 }
-            }
         } else {
-            const int last = p.row_bytes - 8 - quarter * 8;
+            const int last = p.row_bytes - kLaneBytes - quarter * kLaneBytes;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
-                for (int j = 0; j < kUnitHalves; ++j)
-                    to.codes[h][j] = load_once(codes_at[h] + min(skip + j * 32, last), policy);
+                for (int j = 0; j < kLoads; ++j) load(h, j, min(skip + j * 4 * kLaneBytes, last));
         }
 #pragma unroll
-        for (int j = 0; j < (kScaleWeights ? kUnitHalves : 1); ++j) {
-            const int half = ahead * kUnitHalves + (kScaleWeights ? j : quarter);
+        for (int j = 0; j < kOwn; ++j) {
+            const int half = ahead * kUnitHalves + (kScaleWeights ? j
+                                                    : kWide       ? j * 2 + quarter / 2
+                                                                  : quarter);
             int column = half * Shape::kHalfDepth;
             if (kScaleWeights) column += quarter * (Shape::kHalfDepth / 4);
             const int g = min(column >> p.group_shift, p.groups - 1);
@@ -230,12 +255,80 @@ __global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
         }
     };
 
+    // With up to 4 rows of activations a product's 8 columns are twice these 4: of the first half
+    // of 64 bytes, which lanes 0 and 1 of a row have, and of the second half. The others' part of
+    // the operand is zeros.
+    const bool mine = row / 4 == quarter / 2;
+    const unsigned char* const wide_inputs =
+        mine ? shared + p.inputs_at + min(row % 4, a.rows - 1) * p.input_pitch +
+                   quarter / 2 * Shape::kHalfInputs + quarter % 2 * 32
+             : shared + p.parts_at - kNothing + 16;
+    const int wide_step = mine ? kUnitHalves * Shape::kHalfInputs : 0;
+    const unsigned char* const wide_sums =
+        shared + p.input_sums_at + quarter / 2 * Shape::kHalfSums + quarter % 2 * 16;
+    auto multiply_wide = [&](int unit, const Unit& at, auto zeros) {
+        constexpr bool kZeros = decltype(zeros)::value;
+        const unsigned char* const from = wide_inputs + unit * wide_step;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float scale[2], correction[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                scale[h] = scale_in(at.scales[h][j % kOwn], false, T());
+                if (kZeros)
+                    correction[h] =
+                        scale[h] *
+                        (static_cast<float>(
+                             static_cast<int>(at.zeros[h][j % kOwn] >> at.zero_shift[h] & kMask) -
+                             Code::kMiddle) *
+                         (1.f / kCorrected));
+            }
+            float sum[4] = {};
+            float4 start = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (kBits == 4 || kZeros)
+                start = *reinterpret_cast<const float4*>(wide_sums + (unit * kUnitHalves + j * 2) *
+                                                                         Shape::kHalfSums);
+            if (kBits == 4) {
+                sum[0] = start.x;
+                sum[1] = start.y;
+                sum[2] = start.z;
+                sum[3] = start.w;
+            }
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {  // of 8 bytes
+                uint32_t w[2][Shape::kWords][4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) expand_codes<T, kBits>(at.codes[h][j * 2 + k], w[h]);
+#pragma unroll
+                for (int i = 0; i < Shape::kWords; ++i) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(
+                        from + j * 2 * Shape::kHalfInputs + i * 64 + k * 16);
+                    multiply_tile(sum, w[0][i][0], w[1][i][0], w[0][i][1], w[1][i][1], x.x, x.y,
+                                  T());
+                    multiply_tile(sum, w[0][i][2], w[1][i][2], w[0][i][3], w[1][i][3], x.z, x.w,
+                                  T());
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][i] += scale[i / 2] * sum[i];
+            if (kZeros) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    sums[0][i] += correction[i / 2] * (i % 2 ? start.y : start.x);
+            }
+        }
+    };
+
     float* const all_parts = reinterpret_cast<float*>(shared + p.parts_at);
     float* const passes = reinterpret_cast<float*>(shared + p.passes_at);
     int ends = 0;
     auto end_tile = [&](int tile, bool first, bool last) {
         // One of two places: the other may still be read.
         float* const parts = all_parts + ends++ % 2 * (kColumns * Shape::kSumFloats);
+        if (kWide) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][i] += __shfl_xor_sync(0xffffffffu, sums[0][i], 2);
+        }
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
 #pragma unroll
@@ -250,6 +343,9 @@ __global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
     auto run = [&](auto zeros) {
         for (int pass = 0; pass < p.chunks; pass += p.pass_chunks) {
             if (pass > 0) __syncthreads();  // all are done with the activations
+            if (kWide && pass == 0 && thread < kNothing / 16)
+                *reinterpret_cast<uint4*>(shared + p.parts_at - kNothing + thread * 16) =
+                    make_uint4(0, 0, 0, 0);
             begin_inputs<T, kBits, kColumns, Shape::kThreads, kScaleWeights>(a, p, shared, pass * 2,
                                                                              units_of(pass) * 2);
             const bool last = pass + p.pass_chunks >= p.chunks;
@@ -262,7 +358,10 @@ __global__ void __launch_bounds__(kGroups * kParts * 32, kBlocks)
                 for (int s = 0; s < 2; ++s) {
                     if (left == 0) break;
                     --left;
-                    multiply(first - pass + unit, slots[s], zeros);
+                    if constexpr (kWide)
+                        multiply_wide(first - pass + unit, slots[s], zeros);
+                    else
+                        multiply(first - pass + unit, slots[s], zeros);
                     fetch(slots[s], zeros);
                     if (++unit == units) {
                         end_tile(tile, pass == 0, last);
