@@ -275,20 +275,20 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// A scale that is no power of two.
+__device__ __forceinline__ float word_scale_at(const OffloadDequantize& a, int64_t at) {
+    if (a.scale_dtype == OFFLOAD_F32) return static_cast<const float*>(a.scale)[at];
+    const uint16_t bits = static_cast<const uint16_t*>(a.scale)[at];
+    return a.scale_dtype == OFFLOAD_BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
+                                         : __half2float(__ushort_as_half(bits));
+}
+
 // affine_at for codes in words, whose zeros are in words too and whose scales are no powers of two.
 __device__ __forceinline__ Affine word_affine_at(const OffloadDequantize& a, const Divisors& d,
                                                  int row, int k) {
     const int64_t g = group_of(a, d, k);
     const int64_t at = row * a.scale_row_stride + g * a.scale_group_stride;
-    float scale;
-    if (a.scale_dtype == OFFLOAD_F32) {
-        scale = static_cast<const float*>(a.scale)[at];
-    } else {
-        const uint16_t bits = static_cast<const uint16_t*>(a.scale)[at];
-        scale = a.scale_dtype == OFFLOAD_BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
-                                              : __half2float(__ushort_as_half(bits));
-    }
-    return {scale, word_zero_at(a, row, g)};
+    return {word_scale_at(a, at), word_zero_at(a, row, g)};
 }
 
 // A tile's 16-byte pieces lie so that neither neighbouring rows nor every eighth row meet in a
@@ -352,17 +352,35 @@ __global__ void __launch_bounds__(kThreads, 4)
                 decode(raw[u], code, affine[u], x);
                 put_unit<T>(tile, threadIdx.x, u, x);
             }
-        } else {  // act order: a group a column
+        } else {  // act order: a group a column, all rows' alike
+            __shared__ int groups[kUnits * kUnit];
+            for (int i = threadIdx.x; i < kUnits * kUnit; i += kThreads)
+                groups[i] = first_k + i < a.depth ? group_of(a, d, first_k + i) : 0;
+            __syncthreads();
+            const int kept = row < a.rows ? row : 0;
+            const int log2 = words == 2 ? 2 : 3, shift = (kept & ((1 << log2) - 1)) * 4 * words;
+            const uint32_t* zeros = static_cast<const uint32_t*>(a.zero) +
+                                    static_cast<int64_t>(kept >> log2) * a.zero_row_stride;
+            const int64_t scales = kept * a.scale_row_stride;
+            const int zero_step = static_cast<int>(a.zero_group_stride);
+            const int scale_step = static_cast<int>(a.scale_group_stride);
+            const uint32_t mask = (16u << 4 * (words - 1)) - 1;
 #pragma unroll 1
             for (int u = 0; u < count; ++u) {
-                const int k = first_k + u * kUnit;
-                const uint2 raw = load_unit(k);
-                float x[kUnit];
+                const uint2 raw = load_unit(first_k + u * kUnit);
+                uint32_t zero[kUnit];
+                float scale[kUnit], x[kUnit];
+#pragma unroll
+                for (int i = 0; i < kUnit; ++i) {  // all of them are under way at once
+                    const int64_t g = groups[u * kUnit + i];
+                    zero[i] = zeros[g * zero_step];
+                    scale[i] = word_scale_at(a, scales + g * scale_step);
+                }
                 decode(raw, code, 0.f, x);
 #pragma unroll
                 for (int i = 0; i < kUnit; ++i) {
-                    const Affine own = word_affine_at(a, d, row, k + i);
-                    x[i] = (x[i] - own.zero) * own.scale;
+                    const uint32_t of_row = ((zero[i] >> shift) + a.zero_value) & mask;
+                    x[i] = (x[i] - (magic(of_row) - kMagic)) * scale[i];
                 }
                 put_unit<T>(tile, threadIdx.x, u, x);
             }
@@ -538,14 +556,14 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
     d.whole_groups = !a.group_index && (a.group % kUnit == 0 || a.group >= a.depth);
     const bool wide_output = a.depth % kUnit == 0 && a.output_stride % kWidth == 0 &&
                              aligned<T, kWidth>(a.output) && units < INT32_MAX;
+    int64_t widest = 0;
+    for (int64_t stride : {a.code_stride, a.output_stride, a.scale_row_stride, a.scale_group_stride,
+                           a.zero_row_stride, a.zero_group_stride})
+        widest = stride > widest ? stride : widest;
     const uintptr_t codes = reinterpret_cast<uintptr_t>(a.codes) | a.code_stride;
     if (wide_output && a.order == OFFLOAD_ALONG_DEPTH && codes % code_bytes == 0 &&
         d.whole_groups) {
         const int log2 = group_log2(a);
-        int64_t widest = 0;
-        for (int64_t stride : {a.code_stride, a.output_stride, a.scale_row_stride,
-                               a.scale_group_stride, a.zero_row_stride, a.zero_group_stride})
-            widest = stride > widest ? stride : widest;
         if (a.variant != 1 && a.depth % kStrip == 0 && log2 >= 0 && widest <= INT32_MAX)
             return launch_strips<T>(a, d, log2, stream);
         return launch_units<T>(a, d, stream);
@@ -554,7 +572,8 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
         a.zero_kind == OFFLOAD_ZERO_WORDS || a.zero_kind == OFFLOAD_ZERO_ROW_WORDS;
     if (wide_output && a.order != OFFLOAD_ALONG_DEPTH && codes % 4 == 0 && word_zeros &&
         a.scale_rows == 1 && a.scale_dtype != OFFLOAD_E8M0 &&
-        (d.whole_groups || a.order == OFFLOAD_DEPTH_WORDS)) {
+        (d.whole_groups || (a.order == OFFLOAD_DEPTH_WORDS && widest <= INT32_MAX &&
+                            a.zero_kind == OFFLOAD_ZERO_WORDS))) {
         constexpr int kColumns = kRowBytes / sizeof(T);
         const int column_tiles = (a.depth - 1) / kColumns + 1;
         const int64_t blocks = ((a.rows - 1ll) / kTileRows + 1) * column_tiles;
