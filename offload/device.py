@@ -102,6 +102,10 @@ class CudaDevice:
         self._copies = torch.cuda.Stream(torch_device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        # For good, so not a part of a block that is merely kept: the rest of that could neither be
+        # given back nor take anything larger. (Blocks in use keep their gaps, which this may fill.)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         # The allocator may hand out what queued kernels still read; copies must not overtake them.
         self._copies.wait_stream(torch.cuda.current_stream(self.torch_device))

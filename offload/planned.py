@@ -34,7 +34,10 @@ QUICK = (
     "the rates that this was planned with were measured in a few seconds: `offload info --measure` "
     "measures this machine at length, once, and keeps what it finds"
 )
-BESIDE = 128 << 20  # bytes of the GPU that kernels' own scratch and the allocator's rounding take
+# Bytes of the GPU that are no tensor of a model's: cuBLAS' workspaces (32 MiB on Hopper) of the
+# streams that compute, capture graphs and measure products, cuBLASLt's, and a step of the
+# allocator's for each of the tensors that come and go, of which there are up to 30.
+BESIDE = (4 * 32 + 64) << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ def plan_run(
     on_cpu = config.compute.type == "cpu"
     beside = 0 if on_cpu else BESIDE
     model, weights = built_profile(network, parts.layers, parts.outside_bytes + beside, engine)
+    model = replace(model, allocator=not on_cpu)
     room = _apart(budget, model, weights, io)
     planned = plan_job(model, hardware, room, config.job, Goal(config.goal), (weights,))
     choice = planned.choice

@@ -233,6 +233,8 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) 
         model: Any = subject.offloaded(config)
         with model:
             model.offload.wait_loaded()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # of what made random weights
             found = model.offload.planned.choice
             how = found.setting
             work = Workload(how.batch, prompt, gen, GENERATIONS)

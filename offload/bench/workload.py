@@ -147,8 +147,11 @@ def measure(
         timing.later_steps += steps[FIRST_STEPS:]
         timing.totals.append(clock.seconds(start, stop))
         timing.tokens = output[:, work.prompt :].cpu()
-        scores = zip(*(stamps.scores for stamps in made), strict=True)
-        timing.logits = [torch.cat(of_each).cpu() for of_each in scores]
+        scores = [stamps.scores for stamps in made]
+        timing.logits = [torch.cat(of_each).cpu() for of_each in zip(*scores, strict=True)]
+        scores.clear()  # the next run finds the memory that this one found
+        for stamps in made:
+            stamps.scores.clear()
     return timing
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import statistics
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -233,6 +234,17 @@ def rotation(nbytes: int, device: torch.device) -> int:
     return min(64, max(2, -(-ROTATION_OF_L2 * l2 // max(1, nbytes))))
 
 
+_measuring = threading.Lock()  # what another thread issued meanwhile would be captured, too
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all measurements: for every stream that cuBLAS was used on, torch keeps a workspace
+    (32 MiB on Hopper) until the process ends.
+    """
+    return torch.cuda.Stream(device)
+
+
 def time_products(products: Sequence[Sequence[Launch]], device: torch.device) -> float:
     """Median microseconds of one of `products`, each some launches, which run one after another in
     a CUDA graph.
@@ -243,9 +255,9 @@ def time_products(products: Sequence[Sequence[Launch]], device: torch.device) ->
         for launch in launches:
             launch(current)
 
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    with _measuring, torch.cuda.device(device), torch.cuda.stream(stream):
         issue(products[0])
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()

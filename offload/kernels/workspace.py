@@ -28,6 +28,8 @@ class Workspace:
         if count > self._partials.numel():
             self._refuse_capture(f"{nbytes} bytes of partial sums")
             with torch.inference_mode(False):  # whoever uses it next may be in another mode
+                # First let go of the old one: both would be there at once.
+                self._partials = torch.empty(0, dtype=torch.float32, device=self.device)
                 self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
         return self._partials[:count]
 

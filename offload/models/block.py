@@ -43,6 +43,8 @@ class Prefill:
         count = torch.Size(shape).numel()
         found = self.buffers.get(name)
         if found is None or found.numel() < count:
+            self.buffers.pop(name, None)  # first: both would be there at once
+            found = None
             with torch.inference_mode(False):  # another pass may be in another mode
                 found = torch.empty(count, dtype=like.dtype, device=like.device)
             self.buffers[name] = found

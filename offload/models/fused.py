@@ -28,6 +28,7 @@ from offload.models.kv_cache import KvLayer, adopt, common_of, layers_of
 from offload.models.parts import ModelParts
 from offload.models.prompt import Prompt, Room
 from offload.models.request import Request, Unserved
+from offload.models.shape import MLP_ROWS
 from offload.models.spec import ModelSpec
 from offload.models.step import Step
 from offload.row_copies import HostCopies, RowCopies
@@ -191,18 +192,17 @@ class FusedEngine(NotCopied):
 
     def _prefill(self, request: Request) -> torch.Tensor:
         """The last hidden states [batch, tokens, width] of many tokens."""
-        ahead, positions, embeddings = self._ahead, request.positions, request.embeddings
-        hidden = ahead.hidden(request.ids, embeddings, positions).contiguous()
-        if embeddings is not None and hidden.data_ptr() == embeddings.data_ptr():
-            hidden = hidden.clone()  # the block works in place
-        tokens = hidden.shape[1]
+        tokens = request.tokens
         layers = self._layers.layers
         kept: Sequence[KvLayer | None] = [None] * len(layers)
         on_cpu = 0
         if request.cache is not None:
+            # Ahead of all that is gone by the end of the prompt: what stays after it would cut that
+            # memory in pieces.
             kept = layers_of(request.cache)
             self._reserve(layers_of(request.cache), request.past + tokens, request.batch)
             on_cpu = layers_of(request.cache)[0].rows_on_cpu
+        hidden = self._embedded(request)
         stream = current_stream(self._device)
         few = hidden.shape[0] * tokens <= MOST_ROWS
         room = self._rooms.get(stream)
@@ -212,7 +212,7 @@ class FusedEngine(NotCopied):
             hidden,
             past=request.past,
             padding=request.padding,
-            angles=ahead.angles(positions),
+            angles=self._ahead.angles(request.positions),
             on_cpu=on_cpu,
             rows=self.prefill_rows,
             stream=stream,
@@ -233,6 +233,29 @@ class FusedEngine(NotCopied):
             return self._by_module(hidden)
         ResidualNorm(residual=hidden, norm=norm, out=hidden).launch(stream)
         return hidden
+
+    def _embedded(self, request: Request) -> torch.Tensor:
+        """The first layer's input [batch, tokens, width], memory of its own: made of some sequences
+        at a time, as embeddings and positions stand beside their sum.
+        """
+        ahead, ids, embeddings = self._ahead, request.ids, request.embeddings
+        positions, tokens = request.positions, request.tokens
+        at_once = max(1, (self.prefill_rows or MLP_ROWS) // tokens)
+        if ids is None or embeddings is not None or not ahead.repeatable or len(ids) <= at_once:
+            hidden = ahead.hidden(ids, embeddings, positions).contiguous()
+            if embeddings is not None and hidden.data_ptr() == embeddings.data_ptr():
+                hidden = hidden.clone()  # the block works in place
+            return hidden
+        found: torch.Tensor | None = None
+        for first in range(0, len(ids), at_once):
+            rows = slice(first, first + at_once)
+            own = positions if positions.shape[0] == 1 else positions[rows]
+            part = ahead.hidden(ids[rows], None, own)
+            if found is None:
+                found = part.new_empty(len(ids), *part.shape[1:])
+            found[rows] = part
+        assert found is not None
+        return found
 
     def _decode(self, request: Request, step: Step | None) -> torch.Tensor:
         """The last hidden states [batch, 1, width] of one token."""

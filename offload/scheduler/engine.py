@@ -26,7 +26,6 @@ class Engine:
     between_steps: int  # what the host does from a step's last layer to the next's first, likewise
     alive: tuple[int, int]  # widths that a prompt's rows keep at once in the widest place
     moved: tuple[int, int]  # widths that are read and written between a prompt's products
-    entry: int = 0  # widths that all rows keep ahead of the layers
     mlp_rows: int | None = None  # of those as wide as the MLP that are alive at once; None: all
     cpu_kv: frozenset[CpuAttention] = field(default=frozenset())  # how it may serve them
     chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
@@ -60,7 +59,6 @@ FUSED = Engine(
     kernels=12,
     between_steps=80,
     alive=(7, 3),
-    entry=2,
     moved=(8, 3),
     mlp_rows=8192,
     cpu_kv=frozenset({CpuAttention.CPU}),

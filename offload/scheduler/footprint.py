@@ -12,6 +12,7 @@ from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precisio
 from offload.scheduler.plan import Budget, spread
 from offload.scheduler.setting import Job, Setting
 
+SMALL, ALONE, BLOCK_STEP = 1 << 20, 10 << 20, 2 << 20  # of PyTorch's allocator, see `held_by_torch`
 CHUNK_BYTES, CHUNKS = 8 << 20, 16  # of pinned memory that disk reads pass through, at most
 
 
@@ -134,6 +135,22 @@ class Footprint:
         return self.device <= budget.device and self.cpu <= budget.cpu
 
 
+def held_by_torch(nbytes: int, count: int) -> int:
+    """Bytes of GPU memory that PyTorch's allocator takes for `count` blocks of so many bytes that
+    stay: it asks for 2 MiB to give out blocks of up to 1 MiB, for 20 MiB where they are below 10,
+    and for larger ones alone, in steps of 2 MiB.
+    """
+    if nbytes >= ALONE:
+        return count * -(-nbytes // BLOCK_STEP) * BLOCK_STEP
+    each = -(-nbytes // 512) * 512
+    whole = BLOCK_STEP if nbytes <= SMALL else 2 * ALONE
+    return -(-count // (whole // each)) * whole if each else 0
+
+
+def _as_they_are(nbytes: int, count: int) -> int:
+    return nbytes * count
+
+
 def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     """What `setting` takes.
 
@@ -150,19 +167,18 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     engine = model.engine
     if not engine.micro_batches:
         rows = max(rows, job.prompt)
-    activations = itemsize * max(
-        engine.alive_elements(rows, model.hidden, model.intermediate),
-        engine.entry * model.hidden * tokens,
-    )
+    activations = itemsize * engine.alive_elements(rows, model.hidden, model.intermediate)
     # Keys and values of one micro-batch leave while those of the next are made; a prompt that is
     # read in parts keeps all of them until its last part has met them.
     leaving = 2 * max(rows, job.prompt) * model.kv_bytes(setting.precision)
     rises = setting.attention is CpuAttention.GPU and setting.cpu_sequences
+    on_gpu = setting.gpu_sequences * kv_layer
+    held = held_by_torch if model.allocator else _as_they_are
     return Footprint(
         outside=model.outside_bytes,
-        resident=resident,
-        slots=setting.slots * slot,
-        kv_device=setting.gpu_sequences * kv,
+        resident=resident + (setting.resident * BLOCK_STEP if model.allocator else 0),
+        slots=setting.slots * held(slot, 1),
+        kv_device=held(on_gpu // 2, 2 * len(model.layers)),
         kv_slots=(setting.depth + 1) * setting.cpu_sequences * kv_layer if rises else 0,
         hidden=tokens * model.hidden * itemsize if engine.chunks else 0,
         workspace=activations

@@ -71,6 +71,7 @@ class ModelProfile:
     group: int  # queries a KV head
     vocabulary: int
     engine: Engine = EVERYTHING  # that runs it
+    allocator: bool = False  # whether memory is counted in the blocks that PyTorch takes on a GPU
 
     def itemsize(self, precision: Precision) -> int:
         """Bytes of an element of activations, keys and values."""

@@ -46,6 +46,10 @@ class Scratch:
         """A tensor of this shape, `offset` bytes from the start, with any content."""
         memory = self._memory
         if memory is None or memory.device != device or memory.numel() < self.nbytes:
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.empty_cache()  # what stays is no part of a block that is merely kept
+            self._memory = memory = None  # first: both would be there at once
             raw = torch.empty(self.nbytes + align(1), dtype=torch.uint8, device=device)
             skip = -raw.data_ptr() % align(1)
             memory = self._memory = raw[skip : skip + self.nbytes]
