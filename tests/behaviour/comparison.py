@@ -38,6 +38,12 @@ def layer_names(model: transformers.PreTrainedModel) -> list[str]:
     ]
 
 
+def output(model: torch.nn.Module, name: str = "llama") -> torch.Tensor:
+    """The logits [batch, tokens, vocabulary] of the variant's inputs."""
+    with torch.no_grad():
+        return model(**variants.inputs(name)).logits
+
+
 def left_padded(name: str) -> dict[str, torch.Tensor]:
     """The variant's inputs with five tokens less in the second row."""
     arguments = variants.inputs(name)

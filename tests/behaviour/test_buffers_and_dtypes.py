@@ -12,16 +12,12 @@ import pytest
 import torch
 import transformers
 import variants
+from comparison import output
 
 import offload
 
 Folder = Callable[[str], Path]
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def output(model: torch.nn.Module, name: str) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs(name)).logits
 
 
 @pytest.mark.compat

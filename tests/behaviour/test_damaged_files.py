@@ -14,15 +14,11 @@ import comparison
 import pytest
 import torch
 import variants
+from comparison import output
 
 import offload
 
 Folder = Callable[[str], Path]
-
-
-def output(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs("llama")).logits
 
 
 @pytest.fixture

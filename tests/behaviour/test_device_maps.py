@@ -9,17 +9,12 @@ from typing import Any
 import comparison
 import pytest
 import torch
-import variants
+from comparison import output
 
 import offload
 
 Folder = Callable[[str], Path]
 LAYERS = [f"model.layers.{i}" for i in range(3)]
-
-
-def output(model: torch.nn.Module, name: str = "llama") -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs(name)).logits
 
 
 def tiers(folder: Path, **arguments: Any) -> list[str]:

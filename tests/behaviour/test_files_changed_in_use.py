@@ -11,18 +11,13 @@ import checkpoints
 import comparison
 import pytest
 import torch
-import variants
+from comparison import output
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 import offload
 
 Folder = Callable[[str], Path]
-
-
-def output(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs("llama")).logits
 
 
 @pytest.fixture

@@ -20,17 +20,13 @@ import pytest
 import torch
 import transformers
 import variants
+from comparison import output
 
 import offload
 
 Folder = Callable[[str], Path]
 HERE = Path(__file__).parent
 MB = 1 << 20
-
-
-def output(model: torch.nn.Module, name: str = "llama") -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs(name)).logits
 
 
 def llama(layers: int, hidden: int, intermediate: int) -> transformers.LlamaForCausalLM:

@@ -20,17 +20,13 @@ import pytest
 import torch
 import transformers
 import variants
+from comparison import output
 from transformers import PreTrainedModel
 
 import offload
 
 Folder = Callable[[str], Path]
 TIERS = ["cpu", "nvme"]
-
-
-def output(model: torch.nn.Module, name: str = "llama") -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs(name)).logits
 
 
 @pytest.fixture(params=TIERS)

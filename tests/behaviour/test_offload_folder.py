@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 import variants
+from comparison import output
 
 import offload
 
@@ -27,11 +28,6 @@ Folder = Callable[[str], Path]
 HERE = Path(__file__).parent
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount or to change user")
 NOBODY = 65534
-
-
-def output(model: torch.nn.Module, name: str = "llama") -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs(name)).logits
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:

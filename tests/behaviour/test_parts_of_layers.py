@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 import variants
+from comparison import output
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,11 +20,6 @@ import offload
 
 Folder = Callable[[str], Path]
 HIDDEN = torch.ones(1, 5, 32)
-
-
-def output(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs("llama")).logits
 
 
 @pytest.fixture(params=["cpu", "nvme"])

@@ -9,7 +9,7 @@ import checkpoints
 import comparison
 import pytest
 import torch
-import variants
+from comparison import output
 
 import offload
 
@@ -17,17 +17,12 @@ Folder = Callable[[str], Path]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def logits(model: torch.nn.Module, name: str) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**variants.inputs(name)).logits
-
-
 def check_equal(folder: Path, name: str, **arguments: object) -> None:
     """On every tier the same as transformers makes of that folder."""
-    want = logits(comparison.plain_model(folder), name)
+    want = output(comparison.plain_model(folder), name)
     for tier in ("cpu", "nvme"):
         with offload.run(folder, device_map=tier, **arguments) as model:
-            assert torch.equal(logits(model, name), want), tier
+            assert torch.equal(output(model, name), want), tier
 
 
 @pytest.mark.compat
@@ -91,9 +86,9 @@ def test_config_tied_and_file_has_only_the_head(variant_folder: Folder, tmp_path
         tensors[HEAD] = tensors.pop(EMBEDDING)
 
     folder = checkpoints.edited(variant_folder("llama-tied"), tmp_path / "head", rename)
-    want = logits(comparison.plain_model(variant_folder("llama-tied")), "llama-tied")
+    want = output(comparison.plain_model(variant_folder("llama-tied")), "llama-tied")
     with offload.run(folder, device_map="nvme") as model:
-        assert torch.equal(logits(model, "llama-tied"), want)
+        assert torch.equal(output(model, "llama-tied"), want)
 
 
 def test_untied_head_missing(variant_folder: Folder, tmp_path: Path) -> None:
