@@ -15,8 +15,6 @@ from source_tree import ROOT
 BASE = ("errors", "sizes", "trace", "memory_limits", "build_report", "version")
 MAY_REACH: dict[str, set[str]] = {
     **{part: set() for part in BASE},
-        ("errors", "sizes", "trace", "memory_limits", "build_report", "version"), set()
-    ),
     "aio": set(),
     "kernels": set(),
     "scheduler": {"errors", "sizes"},
