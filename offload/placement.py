@@ -61,6 +61,11 @@ def place(
 
     Raises BudgetError, with the least that would do, and UnsupportedError.
     """
+    if config.int8_kv and spec is None:
+        raise UnsupportedError(
+            f"kv_dtype={config.kv_dtype!r} takes the fused engine, and this model runs on "
+            f"{engine_reason}"
+        )
     if config.goal is None:
         kv_cpu_bytes = _kv_cpu_bytes(network, spec, config, engine_reason)
         plan, rows = _filled(network, parts, spec, kv_cpu_bytes, config, io)

@@ -105,6 +105,7 @@ def plan_run(
         batch_size=setting.batch,
         max_length=config.job.length,
         kv_on_cpu=setting.cpu_sequences,
+        kv_dtype=config.kv_dtype if setting.cpu_sequences else "auto",
     )
     whole = setting.prefill_rows >= setting.batch * config.job.prompt
     return PlannedRun(
@@ -143,7 +144,7 @@ def _engine(
         problem = why_not_host()
     if problem is not None:
         return replace(FUSED, cpu_kv=FUSED.cpu_kv - {CpuAttention.CPU})
-    return FUSED
+    return replace(FUSED, int8_kv=config.int8_kv)
 
 
 def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, int]) -> Budget:

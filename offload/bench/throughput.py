@@ -43,6 +43,7 @@ class Setup:
     peers: tuple[str, ...] = ()
     engine: str = "auto"
     kv_on_cpu: int = 0  # sequences of the batch
+    kv_dtype: str = "auto"  # of their keys and values
     trace: str | None = None  # a file, for what offload does
     micro_batch: int | None = None  # sequences of each, measured beside one batch of all
     goal: str | None = None  # what is planned for, with the device map "auto"
@@ -86,6 +87,7 @@ class Setup:
             prefetch=self.prefetch,
             batch_size=work.batch,
             kv_on_cpu=self.kv_on_cpu,
+            kv_dtype=self.kv_dtype,
             **lengths,
         )
 
@@ -214,7 +216,7 @@ def _measure_offload(
         row.activation_bytes = activations
         result.rows.append(row)
     result.notes += _plan_notes(result.rows[0], planned)
-    result.notes += _cpu_notes(result.rows[0], plan, cpu_work)
+    result.notes += _cpu_notes(result.rows[0], plan, cpu_work, setup.kv_dtype)
     timings = {name: timing for name, (timing, _, _) in found.items()}
     for name in setup.micro_batches:
         result.notes += _beside_one_batch(result, timings, name)
@@ -256,7 +258,7 @@ def _plan_notes(row: Row, planned: Planned | None) -> list[str]:
     ]
 
 
-def _cpu_notes(row: Row, plan: Plan, work: CpuWork | None) -> list[str]:
+def _cpu_notes(row: Row, plan: Plan, work: CpuWork | None, kv_dtype: str) -> list[str]:
     """What of a step CPU cores did, where they did anything."""
     step = None if work is None else work.typical
     if step is None or not row.step_seconds:
@@ -274,6 +276,8 @@ def _cpu_notes(row: Row, plan: Plan, work: CpuWork | None) -> list[str]:
             f"CPU memory: {format_size(plan.weight_bytes(Tier.CPU))} of weights, "
             f"{format_size(plan.kv_cpu_bytes)} kept for keys and values"
         )
+    if kv_dtype != "auto":
+        notes.append(f"keys and values in CPU memory: {kv_dtype}, with a scale a token and head")
     return notes
 
 

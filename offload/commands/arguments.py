@@ -84,6 +84,18 @@ def add_goal(parser: Any) -> None:
         help="plan what rests where by measured rates: most tokens a second, the shortest time, or "
         "the least GPU memory (default: fill the GPU, then CPU memory)",
     )
+    add_kv_dtype(parser)
+
+
+def add_kv_dtype(parser: Any) -> None:
+    """How keys and values in CPU memory are kept."""
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("auto", "int8"),
+        default="auto",
+        help="of keys and values that are in CPU memory: the model's (default), or int8 with a "
+        "scale a token and head",
+    )
 
 
 def add_trace(parser: Any) -> None:

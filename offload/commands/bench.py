@@ -163,6 +163,7 @@ def _throughput(args: argparse.Namespace) -> int:
         peers=tuple(args.peer),
         engine=args.engine,
         kv_on_cpu=args.kv_on_cpu,
+        kv_dtype=args.kv_dtype,
         trace=args.trace,
         micro_batch=args.micro_batch,
         goal=args.goal,

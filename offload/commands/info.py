@@ -90,6 +90,9 @@ def rate_lines(hardware: Hardware) -> list[str]:
             f"  CPU attention, GB/s by queries a KV head: {by_group} (measured by "
             f"{hardware.cpu_attention_by})"
         )
+    if hardware.cpu_attention_int8:
+        by_group = ", ".join(f"{g}: {rate / 1e9:.4g}" for g, rate in hardware.cpu_attention_int8)
+        lines.append(f"  the same in int8: {by_group}")
     for dtype, curve in hardware.matrix.items():
         by_rows = ", ".join(f"{rows}: {rate / 1e12:.4g}" for rows, rate in curve)
         lines.append(f"  products in {dtype}, TFLOP/s by rows: {by_rows}")

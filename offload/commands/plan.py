@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import memory, positive
+from offload.commands.arguments import add_kv_dtype, memory, positive
 from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
 from offload.scheduler.hardware import Hardware
@@ -49,6 +49,7 @@ def add_parser(commands: Any) -> None:
         default=Goal.THROUGHPUT.value,
         help="tokens a second of the whole job, the time of a given batch, or the least GPU memory",
     )
+    add_kv_dtype(job)
     job.add_argument(
         "--weights",
         type=_weights,
@@ -83,13 +84,15 @@ def add_parser(commands: Any) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, and print."""
-    model = replace(_profile(args.model), engine=ENGINES[args.engine])
+    engine = replace(ENGINES[args.engine], int8_kv=args.kv_dtype == "int8")
+    model = replace(_profile(args.model), engine=engine)
     hardware = _hardware(args.hardware)
     job = Job(args.prompt_len, args.gen_len, args.batch)
     budget = _budget(dict(args.max_memory), hardware)
     planned = plan_job(model, hardware, budget, job, Goal(args.goal), args.weights)
     if args.json:
         facts = {"model": model.name, "machine": hardware.machine.fingerprint}
+        facts["kv_dtype"] = args.kv_dtype
         print(json.dumps({**facts, **planned.as_dict()}))
     else:
         print("\n".join(table(model, hardware, planned)))
@@ -164,6 +167,8 @@ def table(model: ModelProfile, hardware: Hardware, planned: Planned) -> list[str
     for row in columns[0]:
         lines.append(f"  {row:<30}" + "".join(f"{column[row]:>22}" for column in columns))
     lines.append(f"limit: {planned.choice.limit}; {_busy(planned.choice)}")
+    if model.engine.int8_kv:
+        lines.append("keys and values in CPU memory are int8, with a scale a token and head")
     full = planned.choice.full(budget)
     if full:
         lines.append(f"full: {' and '.join(full)}; more of it may make the plan faster")

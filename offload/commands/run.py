@@ -140,6 +140,7 @@ def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
         prefetch=args.prefetch,
         engine=args.engine,
         batch_size=args.batch_size,
+        kv_dtype=args.kv_dtype,
         **_lengths(args, length),
         trust_remote_code=args.trust_remote_code,
         attn_implementation=args.attn_implementation,

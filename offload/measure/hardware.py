@@ -142,10 +142,14 @@ def _host() -> dict[str, Any]:
             "cpu_attention": tuple((group, alone) for group in GROUPS[:1]),
             "cpu_attention_by": f"{reader.how}: no host library ({reason})",
         }
-    curve = tuple((group, read_rate(memory.attention(group))) for group in GROUPS)
+    wide, int8 = (
+        tuple((group, read_rate(memory.attention(group, codes))) for group in GROUPS)
+        for codes in (False, True)
+    )
     return {
         "host_read": alone,
-        "cpu_attention": curve,
+        "cpu_attention": wide,
+        "cpu_attention_int8": int8,
         "cpu_attention_by": memory.attention(1).how,
     }
 

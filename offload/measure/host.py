@@ -50,12 +50,18 @@ class AttentionReader:
     def __init__(self, cache: torch.Tensor, group: int) -> None:
         keys, values = cache
         batch, kv_heads, length, head_dim = keys.shape
-        query = torch.ones(batch, kv_heads * max(1, group), head_dim, dtype=cache.dtype)
+        dtype = torch.bfloat16 if cache.dtype == torch.int8 else cache.dtype
+        query = torch.ones(batch, kv_heads * max(1, group), head_dim, dtype=dtype)
+        scales = None
+        if cache.dtype == torch.int8:
+            scales = torch.full(cache.shape[:-1], 0.01)
         self._call = HostAttention(
             query,
             keys,
             values,
             torch.empty_like(query),
+            key_scales=None if scales is None else scales[0],
+            value_scales=None if scales is None else scales[1],
             length=torch.full((batch,), length, dtype=torch.int32),
             scale=head_dim**-0.5,
             beside_stream=True,  # as the engine attends, and its reads are measured
@@ -84,13 +90,16 @@ class HostMemory:
             return PlainReader(self._cache)
         return AttentionReader(self._cache, 0)
 
-    def attention(self, group: int) -> Reader:
+    def attention(self, group: int, int8: bool = False) -> Reader:
         """Attention of `group` queries a KV head, or where there is no host library reads alone,
-        which no attention passes.
+        which no attention passes. `int8`: to twice as many tokens, as codes and scales.
         """
         if why_not_host() is not None:
             return PlainReader(self._cache)
-        return AttentionReader(self._cache, group)
+        if not int8:
+            return AttentionReader(self._cache, group)
+        *rows, length, width = self._cache.shape
+        return AttentionReader(self._cache.view(torch.int8).view(*rows, 2 * length, width), group)
 
 
 def read_rate(reader: Reader, seconds: float = SECONDS) -> float:

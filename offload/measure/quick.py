@@ -82,11 +82,15 @@ def _host(device: torch.device, link: float) -> dict[str, Any]:
     memory = HostMemory(min(HOST_BYTES, host_memory_available() // 8))
     reader = memory.reader()
     alone = read_rate(reader, HOST_SECONDS)
-    curve = tuple((group, read_rate(memory.attention(group), HOST_SECONDS)) for group in GROUPS)
+    wide, int8 = (
+        tuple((n, read_rate(memory.attention(n, codes), HOST_SECONDS)) for n in GROUPS)
+        for codes in (False, True)
+    )
     host, beside = rates_beside(reader, lambda: stream_up(device, link, BESIDE_SECONDS))
     return {
         "host_read": alone,
-        "cpu_attention": curve,
+        "cpu_attention": wide,
+        "cpu_attention_int8": int8,
         "host_read_beside": host,
         "link_beside": beside,
     }

@@ -46,6 +46,7 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
         intermediate=shape.intermediate,
         query_width=query_width,
         kv_width=shape.kv_width,
+        kv_heads=max(1, shape.kv_width * shape.heads // max(1, 2 * query_width)),
         group=max(1, 2 * query_width // max(1, shape.kv_width)),
         vocabulary=shape.vocabulary,
     )

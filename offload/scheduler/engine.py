@@ -28,6 +28,7 @@ class Engine:
     moved: tuple[int, int]  # widths that are read and written between a prompt's products
     mlp_rows: int | None = None  # of those as wide as the MLP that are alive at once; None: all
     cpu_kv: frozenset[CpuAttention] = field(default=frozenset())  # how it may serve them
+    int8_kv: bool = False  # whether those are int8 there, with a scale a token and head
     chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
     micro_batches: bool = False  # whether it takes several passes over prompts, and parts of a step
     whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one

@@ -170,7 +170,10 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     activations = itemsize * engine.alive_elements(rows, model.hidden, model.intermediate)
     # Keys and values of one micro-batch leave while those of the next are made; a prompt that is
     # read in parts keeps all of them until its last part has met them.
-    leaving = 2 * max(rows, job.prompt) * model.kv_bytes(setting.precision)
+    # In int8 only codes leave, and what they are made of is free again at once.
+    on_cpu, wide = (f(setting.precision) for f in (model.kv_cpu_bytes, model.kv_bytes))
+    leaving = max(rows, job.prompt) * ((wide if engine.int8_kv else 0) + 2 * on_cpu)
+    below = on_cpu * job.length
     rises = setting.attention is CpuAttention.GPU and setting.cpu_sequences
     on_gpu = setting.gpu_sequences * kv_layer
     held = held_by_torch if model.allocator else _as_they_are
@@ -179,13 +182,13 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         resident=resident + (setting.resident * BLOCK_STEP if model.allocator else 0),
         slots=setting.slots * held(slot, 1),
         kv_device=held(on_gpu // 2, 2 * len(model.layers)),
-        kv_slots=(setting.depth + 1) * setting.cpu_sequences * kv_layer if rises else 0,
+        kv_slots=(setting.depth + 1) * setting.cpu_sequences * below if rises else 0,
         hidden=tokens * model.hidden * itemsize if engine.chunks else 0,
         workspace=activations
         + (leaving if setting.cpu_sequences else 0)
         + setting.batch * model.vocabulary * (itemsize + 4)
         + weights.buffer,
         cpu_layers=cpu_layers,
-        kv_cpu=setting.cpu_sequences * kv,
+        kv_cpu=setting.cpu_sequences * below * len(model.layers),
         ring=weights.ring if setting.nvme else 0,
     )

@@ -59,6 +59,7 @@ class Hardware:
     matrix: Mapping[str, Curve] = field(default_factory=dict)  # by dtype: rows -> FLOP/s, sustained
     cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
     cpu_attention_by: str = ""  # what measured it
+    cpu_attention_int8: Curve = ()  # the same of keys and values in int8, with their scales
     host_read: float | None = None  # CPU memory, by as many cores as attend, alone
     host_read_beside: float | None = None  # beside a full stream up the link
     link_beside: float | None = None  # that stream's rate then
@@ -71,7 +72,7 @@ class Hardware:
             for rate in _values(value):
                 if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
                     raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
-        for curve in (*self.matrix.values(), self.cpu_attention):
+        for curve in (*self.matrix.values(), self.cpu_attention, self.cpu_attention_int8):
             points = [x for x, _ in curve]
             if points != sorted(set(points)) or any(x < 1 for x in points):
                 raise HardwareError(f"a curve has the points {points}, not rising from 1 on")
@@ -101,14 +102,15 @@ class Hardware:
         alike = {"float16": "bfloat16", "bfloat16": "float16"}
         return self.matrix.get(dtype) or self.matrix.get(alike.get(dtype, ""), ())
 
-    def attention_rate(self, group: int) -> float | None:
+    def attention_rate(self, group: int, int8: bool = False) -> float | None:
         """Bytes of keys and values per second that the CPU attends to, alone, for `group` queries
         a KV head: of the next larger group that was measured.
         """
-        wider = [rate for queries, rate in self.cpu_attention if queries >= group]
+        curve = self.cpu_attention_int8 if int8 else self.cpu_attention
+        wider = [rate for queries, rate in curve if queries >= group]
         if wider:
             return wider[0]
-        return self.cpu_attention[-1][1] if self.cpu_attention else None
+        return curve[-1][1] if curve else None
 
     def needed(self, name: str) -> float:
         """The rate `name`. Raises HardwareError where it was not measured."""
@@ -188,6 +190,7 @@ _UNITS = {
     "hbm": "B/s",
     "matrix": "FLOP/s",
     "cpu_attention": "B/s",
+    "cpu_attention_int8": "B/s",
     "host_read": "B/s",
     "host_read_beside": "B/s",
     "link_beside": "B/s",
@@ -214,7 +217,7 @@ def _read_rate(name: str, entry: Any) -> Any:
     try:
         if name == "matrix":
             return {dtype: _read_curve(curve, scale) for dtype, curve in value.items()}
-        if name == "cpu_attention":
+        if name.startswith("cpu_attention"):
             return _read_curve(value, scale)
         return float(value) * scale
     except (AttributeError, TypeError, ValueError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from offload.scheduler.engine import EVERYTHING, Engine
 
 ALIGNMENT = 256  # of every tensor in a slot, bytes
+KV_SCALE = 4  # bytes, of keys or values of one token and head in int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class ModelProfile:
     intermediate: int
     query_width: int
     kv_width: int  # keys plus values
+    kv_heads: int
     group: int  # queries a KV head
     vocabulary: int
     engine: Engine = EVERYTHING  # that runs it
@@ -98,3 +100,9 @@ class ModelProfile:
     def kv_bytes(self, precision: Precision) -> int:
         """Of one token in one layer."""
         return self.kv_width * self.itemsize(precision)
+
+    def kv_cpu_bytes(self, precision: Precision) -> int:
+        """Likewise of a sequence whose keys and values rest in CPU memory."""
+        if not self.engine.int8_kv:
+            return self.kv_bytes(precision)
+        return self.kv_width + 2 * self.kv_heads * KV_SCALE

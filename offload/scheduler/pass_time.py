@@ -110,6 +110,7 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     weights = weights_of(model, setting.precision)
     length = job.prompt + job.gen / 2
     kv = model.kv_bytes(setting.precision) * length
+    below = model.kv_cpu_bytes(setting.precision) * length
     parts, batch = setting.decode_micro_batches, setting.batch
     on_gpu, rises = setting.gpu_sequences, setting.attention is CpuAttention.GPU
     at_cpu = setting.cpu_sequences if setting.attention is CpuAttention.CPU else 0
@@ -119,12 +120,11 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     attention = kv * (batch - at_cpu) / hbm_rate
 
     moved, read = weights.moved(setting)
-    rising = kv * (batch - on_gpu) if rises else 0.0
+    rising = below * (batch - on_gpu) if rises else 0.0
     up = moved + rising * len(model.layers)
     exchange = at_cpu * (model.query_width + model.kv_width) * model.itemsize(setting.precision)
-    link, cpu = _stream_beside_cpu(
-        model, hardware, up, at_cpu * kv * len(model.layers), exchange * len(model.layers)
-    )
+    attended = _attention_on_cpu(model, hardware, setting, at_cpu * length) * len(model.layers)
+    link, cpu = _stream_beside_cpu(hardware, up, attended, exchange * len(model.layers))
     cpu_layer = cpu / len(model.layers)
     one = hardware.launch or 0.0
     launch = one * model.engine.kernels * parts
@@ -207,7 +207,7 @@ def _prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Se
 
     moved, read = weights.moved(setting)
     share = setting.cpu_sequences / setting.batch
-    down = share * tokens * model.kv_bytes(precision) * len(model.layers)
+    down = share * tokens * model.kv_cpu_bytes(precision) * len(model.layers)
     link, link_down = _both_ways(hardware, moved, down)
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     for layer, size, count in weights.kinds:
@@ -239,25 +239,40 @@ def _prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Se
     )
 
 
+def _attention_on_cpu(
+    model: ModelProfile, hardware: Hardware, setting: Setting, tokens: float
+) -> float:
+    """Seconds of attention to so many tokens of a layer, alone. What int8 gains is counted on where
+    it was measured.
+    """
+    if not tokens:
+        return 0.0
+    nbytes, rate = tokens * model.kv_bytes(setting.precision), hardware.attention_rate(model.group)
+    if rate is None:
+        raise hardware.lacks("the rate of attention on the CPU", "cpu_attention")
+    in_int8 = hardware.attention_rate(model.group, int8=True)
+    if model.engine.int8_kv and in_int8 is not None:
+        nbytes, rate = tokens * model.kv_cpu_bytes(setting.precision), in_int8
+    return nbytes / rate
+
+
 def _stream_beside_cpu(
-    model: ModelProfile, hardware: Hardware, up: float, attended: float, exchange: float
+    hardware: Hardware, up: float, attended: float, exchange: float
 ) -> tuple[float, float]:
-    """Seconds of the stream up the link and of attention on the CPU, each slowed by the other for
-    as long as both work. `exchange`: bytes down before it, and at most as many up after.
+    """Seconds of the stream up the link and of attention on the CPU, which takes `attended` of them
+    alone, each slowed by the other for as long as both work. `exchange`: bytes down before it, and
+    at most as many up after.
     """
     link_rate = hardware.needed("link_up") if up else 1.0
     if not attended:
         return up / link_rate, 0.0
-    rate = hardware.attention_rate(model.group)
-    if rate is None:
-        raise hardware.lacks("the rate of attention on the CPU", "cpu_attention")
     link_beside = hardware.link_beside or link_rate
     slower = 1.0
     if hardware.host_read and hardware.host_read_beside:
         slower = min(1.0, hardware.host_read_beside / hardware.host_read)
     link, cpu = _together(
         (up / link_rate, up / min(link_rate, link_beside)),
-        (attended / rate, attended / (rate * slower)),
+        (attended, attended / slower),
     )
     return link, cpu + exchange / hardware.needed("link_down") + exchange / hardware.needed(
         "link_up"

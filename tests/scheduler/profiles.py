@@ -23,6 +23,7 @@ def opt(name: str, layers: int, hidden: int, vocabulary: int = 50272) -> ModelPr
         intermediate=4 * hidden,
         query_width=hidden,
         kv_width=2 * hidden,
+        kv_heads=hidden // 128,
         group=1,
         vocabulary=vocabulary,
     )
@@ -44,6 +45,7 @@ def llama(
         intermediate=intermediate,
         query_width=hidden,
         kv_width=2 * kv,
+        kv_heads=kv_heads,
         group=heads // kv_heads,
         vocabulary=32000,
     )

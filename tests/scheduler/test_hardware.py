@@ -26,6 +26,7 @@ hardware = st.builds(
     matrix=st.dictionaries(st.text(), curves, max_size=3),
     cpu_attention=st.just(()) | curves,
     cpu_attention_by=st.text(),
+    cpu_attention_int8=st.just(()) | curves,
     launch=st.none() | rates,
     absent=st.dictionaries(st.text(), st.text(), max_size=3),
 )
