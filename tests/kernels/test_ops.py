@@ -108,6 +108,13 @@ class Samples:
             for fields, more in zip(self.stored("int4", "mxfp4"), ({}, options), strict=True)
         ]
 
+    def int8_linear(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        x, b, r = self.tensor(2, 3, 64), self.tensor(16), self.tensor(2, 3, 8)
+        stored = quantise(self.tensor(16, 64), WeightFormat.parse("w8a8"))
+        weight = stored["weight"], stored["weight_scale"]
+        options = {"bias": b, "residual": r, "activation": "silu", "gated": True}
+        return [((x, *weight), {}), ((x, *weight), options)]
+
     def stored(self, *names: str) -> list[tuple[Any, ...]]:
         """Weights [10, 64] in formats, as the ops take them."""
         found = []
@@ -127,6 +134,7 @@ OPS = (
     "skinny_gemm",
     "dequantize",
     "quant_linear",
+    "int8_linear",
 )
 
 
@@ -248,6 +256,12 @@ def test_stored_weights_by_their_functions(device: str) -> None:
     assert torch.equal(ops.dequantize(form, stored, (10, 64), torch.bfloat16), weight)
     x = s.tensor(3, 64)
     torch.testing.assert_close(ops.quant_linear(x, form, stored, (10, 64)), x @ weight.T)
+    w8a8 = quantise(s.tensor(16, 64), WeightFormat.parse("w8a8"))
+    rounded = dequantise(WeightFormat.parse("w8a8"), w8a8, (16, 64), torch.float32)
+    codes, scale = reference.int8_rows(x.float())
+    wanted = (codes * scale.unsqueeze(-1)) @ rounded.T
+    found = ops.int8_linear(x, w8a8["weight"], w8a8["weight_scale"])
+    torch.testing.assert_close(found, wanted.to(torch.bfloat16))
     with pytest.raises(ValueError, match="weight_scale is missing"):
         ops.dequantize(form, {"weight_packed": x}, (10, 64), torch.bfloat16)
     with pytest.raises(ValueError, match=r"made of weight_packed, .*, not of 1 tensors"):
