@@ -161,7 +161,6 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     itemsize = model.itemsize(setting.precision)
     resident, cpu_layers, slot = weights.standing(setting.resident, setting.cpu)
     kv_layer = model.kv_bytes(setting.precision) * job.length
-    kv = kv_layer * len(model.layers)
     tokens = setting.prefill_batch * job.prompt
     rows = max(min(setting.prefill_rows, tokens), -(-setting.batch // setting.decode_micro_batches))
     engine = model.engine

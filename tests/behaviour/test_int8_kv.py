@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ from test_kv_on_cpu import (
 from transformers import DynamicCache, PreTrainedModel
 
 import offload
+from offload.errors import UnsupportedError
+from offload.measure.cache import rates_file
+from offload.measure.machine import this_machine
 from offload.models import host_columns, host_kv
 from offload.models.kv_cache import KvLayer, layers_of
+from offload.scheduler.hardware import Hardware
 
 Folder = Callable[[str], Path]
 # Of logits: rounding all numbers moves them by 0.002 to 0.01. What is beside it is 1e-6, but for a
@@ -215,6 +220,36 @@ def test_half_the_memory(variant_folder: Folder, monkeypatch: pytest.MonkeyPatch
         heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
         assert made == [3 * 24 * 2 * heads * (width + 4)] * config.num_hidden_layers
         assert "are int8, with a scale a token and head" in str(model.offload.report())
+
+
+def test_a_goal_plans_with_them(
+    variant_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the plan has sequences in CPU memory they are int8, and as many bytes as it says."""
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path))
+    folder, job = variant_folder("llama"), {"goal": "fits", "prompt_len": 12, "gen_len": 4}
+    file = rates_file(None, torch.device("cpu"))
+    file.parent.mkdir(parents=True)
+    machine = this_machine(tmp_path, torch.device("cpu"))
+    rates: dict[str, Any] = {"matrix": {"float32": ((1, 1e9),)}, "cpu_attention": ((1, 1e9),)}
+    rates |= dict.fromkeys(("link_up", "link_down", "hbm"), 1e9)
+    file.write_text(json.dumps(Hardware(machine=machine, **rates).as_dict()))
+    taken = []
+    for options in ({}, {"kv_dtype": "int8"}):
+        common = {"device": "cpu", "dtype": torch.float32, "engine": "fused", "batch_size": 3}
+        with offload.run(folder, **common, **job, **options) as model:
+            how = model.offload.planned.choice
+            assert how.setting.cpu_sequences == 3
+            generate(model, prompts(3, 12), [0] * 3, max_new_tokens=4)
+            assert engine_of(model).host_kv.int8 == bool(options)
+            blocks = engine_of(model).host_kv
+            taken.append((how.memory.kv_cpu, blocks._row_bytes * 3))
+            layers = len(model.model.layers)
+    for planned, row in taken:
+        assert row * layers == planned
+    assert taken[1][0] < 0.4 * taken[0][0]  # of float32
+    with pytest.raises(UnsupportedError, match="kv_dtype='int8' takes the fused engine"):
+        offload.run(folder, **{**common, "engine": "transformers"}, **job, kv_dtype="int8")
 
 
 def test_what_cannot_be_is_refused(variant_folder: Folder) -> None:

@@ -315,6 +315,10 @@ def test_keys_and_values_on_the_cpu(program: Any) -> None:
     assert found["rows"][0]["equal"].startswith("15 of 15 tokens equal")
     assert found["notes"][0].startswith("attention on the CPU: 3 sequences")
     assert "of a decode step of" in found["notes"][1]
+    found = bench(program, *options[:-2], "--kv-dtype", "int8", shape="tiny-opt")
+    assert any(note.startswith("keys and values in CPU memory: int8") for note in found["notes"])
     named = ("bench", "throughput", "--shape", "tiny", "--device", "cpu", *WORK)
+    refused = program(*named, "--kv-dtype", "int8")
+    assert refused.code == 2 and "say with kv_on_cpu how many sequences" in refused.err
     refused = program(*named, "--kv-on-cpu", 3)
     assert refused.code == 2 and "kv_on_cpu=3 of batch_size=2" in refused.err

@@ -47,6 +47,18 @@ def test_sequences_in_cpu_memory() -> None:
     assert rises.kv_slots == 3 * 4 * 544 * KV and rises.kv_cpu == found.kv_cpu
 
 
+def test_keys_and_values_in_int8() -> None:
+    """56 heads of 128: two bytes become one and a scale's share of 4 / 128."""
+    how = replace(PLAIN, gpu_sequences=2, cpu_sequences=4, attention=CpuAttention.CPU)
+    model = replace(OPT_30B, engine=replace(OPT_30B.engine, int8_kv=True))
+    codes = 2 * 56 * (128 + 4)
+    plain, found = footprint(model, JOB, PLAIN), footprint(model, JOB, how)
+    assert found.kv_device == 2 * 544 * 48 * KV and found.kv_cpu == 4 * 544 * 48 * codes
+    assert found.workspace - plain.workspace == 2048 * (KV + 2 * codes)
+    rises = footprint(model, JOB, replace(how, attention=CpuAttention.GPU))
+    assert rises.kv_slots == 3 * 4 * 544 * codes
+
+
 def test_passes_micro_batches_and_quantised_weights() -> None:
     found = footprint(OPT_30B, JOB, replace(PLAIN, prefill_passes=4, nvme=0, cpu=40))
     assert found.hidden == 2 * 500 * HIDDEN * 2 and found.ring == 0

@@ -239,6 +239,23 @@ def test_the_simpler_plan_is_kept_where_it_ties() -> None:
     assert both.choice.setting.weights == "fp16" and both.choice.setting.streamed == 0
 
 
+def test_int8_holds_more_sequences_in_cpu_memory() -> None:
+    """OPT-30B with 24 GiB on the GPU, where 110 GiB beside it are full in 16 bits."""
+    budget, job = Budget(24 * GIB, 110 * GIB), Job(512, 32)
+    hardware = replace(H200, cpu_attention=((1, 90e9),), disk=None)
+    chosen = []
+    for int8, rates in ((False, ()), (True, ()), (True, ((1, 68e9),))):
+        model = replace(OPT_30B, engine=replace(FUSED, int8_kv=int8))
+        found = plan_job(model, replace(hardware, cpu_attention_int8=rates), budget, job).choice
+        assert found.memory.fits(budget)
+        chosen.append(found)
+    wide, unmeasured, measured = chosen
+    assert wide.setting.cpu_sequences > 40
+    assert measured.setting.cpu_sequences > 1.6 * wide.setting.cpu_sequences
+    assert measured.rate > 1.1 * wide.rate
+    assert wide.rate <= unmeasured.rate <= measured.rate  # no gain of time is counted on
+
+
 def test_fits_takes_the_least_memory_of_the_gpu() -> None:
     job, budget = Job(512, 32, 4), Budget(24 * GIB, 110 * GIB)
     least = least_device(OPT_30B, H200, job, ("fp16",), budget.cpu)
