@@ -23,13 +23,9 @@ class SkinnyGemm(GemmCall):
     where `gated`, gate rows first; bias as long as the weight has rows. out, residual:
     [..., outputs]; `out` may be `residual` itself. Rows lie at one stride, the last dimension is
     contiguous; all of one dtype (float32, float16, bfloat16). Sums are float32 in a fixed order:
-    results repeat bit for bit on one kind of GPU. activation: as in `Activation`.
-
-    norm: of the input's rows; a kernel ahead of the product, unless a product that wrote these rows
-    left their `statistics`, float32 [rows, parts, 2]: the mean and the sum of squared deviations of
-    each of `parts` equal parts of a row. `keep_statistics` asks for those of `out`; the attribute
-    `statistics` is then where they will be, or None where this product leaves none (float32, a
-    gate, a CPU).
+    results repeat bit for bit on one kind of GPU. activation: as in `Activation`; norm: of the
+    input's rows, whose mean and scale are applied to the sums where the dtype has 16 bits: nothing
+    waits for them.
 
     `variant` (1 to `variants`) and `splits` (parts that the depth is cut into at most; 16-bit
     weights: 1 or 2) force a way to run; 0 leaves it to the library. `workspace`: scratch shared by
@@ -53,8 +49,6 @@ class SkinnyGemm(GemmCall):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         norm: Norm | None = None,
-        statistics: torch.Tensor | None = None,
-        keep_statistics: bool = False,
         activation: str | None = None,
         gated: bool = False,
         variant: int = 0,
@@ -73,8 +67,6 @@ class SkinnyGemm(GemmCall):
         for name, number in (("variant", variant), ("splits", splits)):
             if number < 0:
                 raise ValueError(f"{OP}: {name} must not be negative, got {number}")
-        if statistics is not None:
-            check_statistics(OP, statistics, rows, input)
         if workspace is not None and workspace.device != input.device:
             raise ValueError(
                 f"{OP}: workspace must be on {input.device}, not on {workspace.device}"
@@ -91,7 +83,6 @@ class SkinnyGemm(GemmCall):
             residual_stride=0 if residual is None else row_stride(OP, "residual", residual),
             output_stride=row_stride(OP, "out", out),
             norm=norm_struct(norm),
-            input_statistics=pointer(statistics),
             rows=rows,
             outputs=out.shape[-1],
             depth=input.shape[-1],
@@ -101,18 +92,12 @@ class SkinnyGemm(GemmCall):
             splits=splits,
             dtype=dtype,
             launch_early=early,
-            input_parts=0 if statistics is None else statistics.shape[1],
         )
         self._input, self._weight, self._out = input, weight, out
         self._bias, self._residual, self._norm = bias, residual, norm
         self._activation, self._gated = activation, gated
-        self._ready(input.device, statistics)
+        self._ready(input.device)
         self._reserve(workspace, input.device)
-        self.statistics: torch.Tensor | None = None
-        parts = self._ask("statistics") if keep_statistics and self._on_gpu and rows else 0
-        if parts:
-            self.statistics = torch.empty(rows, parts, 2, device=input.device)
-            self.arguments.output_statistics = self.statistics.data_ptr()
 
     def _reference(self) -> None:
         result = reference.linear(
@@ -173,12 +158,6 @@ def check_linear(
         )
     _check_apart(op, out, input, weight, residual)
     return dtype
-
-
-def check_statistics(op: str, statistics: torch.Tensor, rows: int, input: torch.Tensor) -> None:
-    """Refuse what cannot be the statistics of `rows` rows like those of `input`."""
-    parts = statistics.shape[1] if statistics.dim() == 3 else 0
-    check(op, "statistics", statistics, (rows, parts, 2), input, dtype=torch.float32)
 
 
 def _check_apart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from offload.kernels import reference, tuning
 from offload.kernels.activation import Activation, Kind
 from offload.kernels.call import CompositeCall, on_stream
 from offload.kernels.cublas_product import CublasProduct
-from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear, check_statistics
+from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.tuning import PIECES, SKINNY, Choice, Key
@@ -37,8 +37,6 @@ class _Arguments:
     gated: bool
     transposed: bool
     early: bool
-    statistics: torch.Tensor | None = None
-    keep_statistics: bool = False
 
     @property
     def rows(self) -> int:
@@ -53,9 +51,9 @@ class Linear(CompositeCall):
     the way is looked up in a table that is measured on this machine when a shape is first seen
     (tens of milliseconds, and scratch of three times L2; not while a graph is captured); `choice`
     forces it. More rows go to cuBLAS, whole or in pieces as `CublasProduct` finds out, with the
-    rest in kernels around it; it has no use for `statistics` and leaves none. On a CPU the
-    reference runs. `launch(stream)` issues it, like a `Call`. Calls that share a workspace share
-    what lies between their kernels, so they run one after another.
+    rest in kernels around it. On a CPU the reference runs. `launch(stream)` issues it, like a
+    `Call`. Calls that share a workspace share what lies between their kernels, so they run one
+    after another.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -69,8 +67,6 @@ class Linear(CompositeCall):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         norm: Norm | None = None,
-        statistics: torch.Tensor | None = None,
-        keep_statistics: bool = False,
         activation: str | None = None,
         gated: bool = False,
         transposed: bool = False,
@@ -82,23 +78,9 @@ class Linear(CompositeCall):
             OP, input, weight, out, bias, residual, norm, activation, gated, transposed=transposed
         )
         self._arguments = asked = _Arguments(
-            input,
-            weight,
-            out,
-            bias,
-            residual,
-            norm,
-            activation,
-            gated,
-            transposed,
-            early,
-            statistics,
-            keep_statistics,
+            input, weight, out, bias, residual, norm, activation, gated, transposed, early
         )
-        if statistics is not None:
-            check_statistics(OP, statistics, asked.rows, input)
         self.choice = choice
-        self.statistics: torch.Tensor | None = None
         if input.device.type != "cuda" or not asked.rows:
             self._launches = (self._on_cpu,)
             return
@@ -110,12 +92,7 @@ class Linear(CompositeCall):
                 f"{OP}: only cublas multiplies a transposed weight or more than {MOST_ROWS} rows, "
                 f"not {choice.way!r}"
             )
-        if choice.way in SKINNY:
-            call = _skinny(asked, choice, workspace)
-            self.statistics = call.statistics
-            self._launches = (call.launch,)
-        else:
-            self._launches = _launches(asked, choice, workspace)
+        self._launches = _launches(asked, choice, workspace)
 
     def _on_cpu(self, stream: int) -> None:
         asked = self._arguments
@@ -143,7 +120,6 @@ def choose(asked: _Arguments) -> Choice:
         rows=rows,
         gated=asked.gated,
         norm=asked.norm.kind if asked.norm else "",
-        statistics=asked.norm is not None and asked.statistics is not None,
         activation=asked.activation is not None,
         residual=asked.residual is not None,
         early=asked.early,
@@ -178,10 +154,12 @@ class _Measurement:
             one.weight,
             one.out,
             norm=one.norm,
-            statistics=one.statistics,
             gated=one.gated,
         ).variants
-        own = tuple(Choice("own", variant) for variant in range(1, count + 1))
+        ways: tuple[Literal["own", "apart"], ...] = ("own",)
+        if asked.norm is not None:
+            ways = ("own", "apart")
+        own = tuple(Choice(way, variant) for way in ways for variant in range(1, count + 1))
         return (Choice("cublas"), *own)
 
     def _refine(self, choice: Choice) -> tuple[Choice, ...]:
@@ -219,10 +197,6 @@ class _Measurement:
             gated=asked.gated,
             transposed=False,
             early=asked.early,
-            statistics=None
-            if asked.statistics is None
-            else torch.rand(rows, *asked.statistics.shape[1:], device=like.device),
-            keep_statistics=asked.keep_statistics,
         )
 
     def _time(self, choice: Choice) -> float:
@@ -235,28 +209,30 @@ def _launches(
     asked: _Arguments, choice: Choice, workspace: Workspace
 ) -> tuple[Callable[[int], Any], ...]:
     """The kernels of `choice`, each a function of the stream."""
-    if choice.way in SKINNY:
-        return (_skinny(asked, choice, workspace).launch,)
-    return _cublas(asked, choice if choice.way in PIECES else None, workspace)
-
-
-def _skinny(asked: _Arguments, choice: Choice, workspace: Workspace) -> SkinnyGemm:
-    return SkinnyGemm(
-        asked.input,
+    if choice.way not in SKINNY:
+        return _cublas(asked, choice if choice.way in PIECES else None, workspace)
+    before: list[Callable[[int], Any]] = []
+    input, norm, early = asked.input, asked.norm, asked.early
+    if choice.way == "apart" and norm is not None:
+        # A buffer of its own: the workspace's is where the product keeps its partial sums.
+        normalised = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        before.append(_norm(input, norm, normalised, early))
+        input, norm, early = normalised, None, True
+    call = SkinnyGemm(
+        input,
         asked.weight,
         asked.out,
         bias=asked.bias,
         residual=asked.residual,
-        norm=asked.norm,
-        statistics=asked.statistics,
-        keep_statistics=asked.keep_statistics,
+        norm=norm,
         activation=asked.activation,
         gated=asked.gated,
         variant=choice.variant,
         splits=choice.splits,
         workspace=workspace,
-        early=asked.early,
+        early=early,
     )
+    return (*before, call.launch)
 
 
 def _norm(input: torch.Tensor, norm: Norm, out: torch.Tensor, early: bool) -> Callable[[int], None]:

@@ -160,8 +160,6 @@ class SkinnyGemmStruct(Structure):
         ("residual_stride", c_int64),
         ("output_stride", c_int64),
         ("norm", NormStruct),
-        ("input_statistics", c_void_p),
-        ("output_statistics", c_void_p),
         ("rows", c_int32),
         ("outputs", c_int32),
         ("depth", c_int32),
@@ -171,7 +169,7 @@ class SkinnyGemmStruct(Structure):
         ("splits", c_int32),
         ("dtype", c_int32),
         ("launch_early", c_int32),
-        ("input_parts", c_int32),
+        ("reserved", c_int32),
     )
 
 

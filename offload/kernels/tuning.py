@@ -22,8 +22,8 @@ from offload.kernels.call import current_stream
 from offload.kernels.library import FILE
 
 Launch = Callable[[int], Any]  # on the stream of that number
-Way = Literal["own", "cublas", "whole", "rows", "columns"]
-SKINNY = ("own",)  # a kernel of the project, for few rows
+Way = Literal["own", "apart", "cublas", "whole", "rows", "columns"]
+SKINNY = ("own", "apart")  # a kernel of the project, for few rows
 PIECES = ("whole", "rows", "columns")  # cuBLAS with many rows
 WAYS = get_args(Way)
 BUCKETS = (1, 2, 4, 8, 16)
@@ -39,10 +39,9 @@ log = logging.getLogger("offload")
 @dataclass(frozen=True)
 class Key:
     """What decides between the ways. `rows` is a bucket: of `BUCKETS`, or for many rows a power of
-    two. The others say what stands around the product: the kind of norm before it, and whether it
-    has its rows' statistics; an activation, a residual sum after it; `early` whether it begins
-    before the kernel ahead of it has ended. Of many rows only `transposed` and `bias` count, as the
-    rest is not part of the product there."""
+    two. The others say what stands around the product: the kind of norm before it, an activation,
+    a residual sum after it; `early` whether it begins before the kernel ahead of it has ended. Of
+    many rows only `transposed` and `bias` count, as the rest is not part of the product there."""
 
     dtype: str
     outputs: int
@@ -50,7 +49,6 @@ class Key:
     rows: int
     gated: bool = False
     norm: str = ""
-    statistics: bool = False
     activation: bool = False
     residual: bool = False
     early: bool = False
@@ -59,8 +57,7 @@ class Key:
     form: str = ""
 
     def __str__(self) -> str:
-        around = ("gated", "norm", "statistics", "activation", "residual")
-        flags = (*around, "early", "transposed", "bias")
+        flags = ("gated", "norm", "activation", "residual", "early", "transposed", "bias")
         named = [
             f"{self.norm}_norm" if flag == "norm" else flag for flag in flags if getattr(self, flag)
         ]
@@ -78,9 +75,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """ "own": SkinnyGemm or QuantGemm, with its variant and splits; "cublas": torch's product, the
-    rest in kernels around it. Of torch's products with many rows: "whole", or in `splits` pieces
-    of the "rows" or of the outputs, "columns".
+    """ "own": SkinnyGemm or QuantGemm, with its variant and splits; "apart": the former with the
+    norm in a kernel before it; "cublas": torch's product, the rest in kernels around it. Of torch's
+    products with many rows: "whole", or in `splits` pieces of the "rows" or of the outputs,
+    "columns".
     """
 
     way: Way

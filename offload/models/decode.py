@@ -308,10 +308,7 @@ class DecodeSession:
         hidden = self.entry.hidden
         if branch_norm is None and sum_norm is None:
             bias = product.bias
-            self._multiply(
-                chain, into, product, hidden, bias=bias, residual=hidden, keep_statistics=True
-            )
-            chain.hidden_is_written()
+            self._multiply(chain, into, product, hidden, bias=bias, residual=hidden)
             return None
         branch = self._rows("branch", hidden.shape[1])
         self._multiply(chain, into, product, branch)
@@ -328,7 +325,6 @@ class DecodeSession:
             sum_out=hidden if sum_norm is None else None,
             out=normed if sum_norm is None else hidden,
         )
-        chain.hidden_is_written()
         return normed
 
     def _multiply(
@@ -338,7 +334,6 @@ class DecodeSession:
         product: Product,
         out: torch.Tensor,
         norm: Norm | None = None,
-        keep_statistics: bool = False,
         **around: Any,
     ) -> None:
         """out = product of `into`, which is `hidden` where a norm comes before."""
@@ -360,8 +355,6 @@ class DecodeSession:
             product.weight,
             out,
             norm=norm,
-            statistics=None if norm is None else chain.statistics,
-            keep_statistics=keep_statistics,
             transposed=product.transposed,
             workspace=self._workspace,
             **around,
@@ -374,19 +367,11 @@ class _Chain:
     That holds where weights are in place before: within a layer, and from one resident layer to
     the next (`ahead`). It needs a kernel of the project's own ahead, so nothing begins early behind
     a product of cuBLAS; nor behind what makes a weight whole, which the next call reads.
-
-    `statistics`: what the product that wrote `hidden` last left of its rows, for the norms that
-    read them; None where no such call is sure to have run just before.
     """
 
     def __init__(self, ahead: Launched | None) -> None:
         self.calls: list[Launched] = []
         self._ahead = ahead
-        self.hidden_is_written()
-
-    def hidden_is_written(self) -> None:
-        """By the last call."""
-        self.statistics = self._ahead.statistics if isinstance(self._ahead, Linear) else None
 
     def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
         """Make the call and put it last."""

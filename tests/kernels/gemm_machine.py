@@ -36,21 +36,6 @@ def run(call_arguments: dict[str, Any], machine: str, turn: int = 0) -> SkinnyGe
     return call
 
 
-def run_keeping_statistics(
-    call_arguments: dict[str, Any], machine: str, turn: int = 0
-) -> torch.Tensor | None:
-    """The same, and what the call leaves of its output's rows; None where it leaves nothing."""
-    if machine == "cuda":
-        return run({**call_arguments, "keep_statistics": True}, machine).statistics
-    call = SkinnyGemm(**call_arguments)
-    parts = host_library().offload_skinny_gemm_statistics(ctypes.byref(call.arguments))
-    assert parts >= 0, host_library().offload_last_error()
-    left = torch.full((call.arguments.rows, parts, 2), math.nan)
-    call.arguments.output_statistics = left.data_ptr() if parts else None
-    _run_on_host(call, turn)
-    return left if parts else None
-
-
 def host_variants(call: SkinnyGemm) -> int:
     """How many variants the library has for the call, on the host's pretended GPU."""
     return host_library().offload_skinny_gemm_variants(ctypes.byref(call.arguments))
@@ -81,7 +66,6 @@ def host_library() -> ctypes.CDLL:
     sources = ["library.cu", "skinny_gemm.cu"]
     library = host_build.kernels("gemm", sources, "host_gemm.hpp", instead)
     pointer = ctypes.POINTER(structs.SkinnyGemmStruct)
-    library.offload_skinny_gemm_statistics.argtypes = [pointer]
     library.offload_skinny_gemm.argtypes = [pointer, ctypes.c_void_p]
     for name in ("workspace", "counters"):
         getattr(library, f"offload_skinny_gemm_{name}").restype = ctypes.c_int64

@@ -105,10 +105,7 @@ inline uint32_t atomicAdd(uint32_t* at, uint32_t x) {
     return before;
 }
 inline void __stcg(float* at, float x) { *at = x; }
-template <typename T>
-inline T __ldcg(const T* at) {
-    return *at;
-}
+inline float __ldcg(const float* at) { return *at; }
 template <typename T>
 inline T min(T a, T b) {
     return a < b ? a : b;

@@ -36,13 +36,12 @@ def make(
     norm: str | None = None,
     weight_offset: float = 0.0,
     activation: str | None = None,
-    parts: int = 0,
     pad: int = 0,
     offset: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Arguments of SkinnyGemm; `out` is NaN, and so is what lies around it. residual: "apart" or
-    "in place"; parts: of the input's statistics."""
+    "in place"."""
     torch.manual_seed(seed)
     device = device_of(machine)
     like: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -56,8 +55,6 @@ def make(
         "activation": activation,
         "gated": gated,
     }
-    if parts:
-        given["statistics"] = statistics_of(given["input"], parts).float()
     around = torch.full((rows + 2, outputs + 5), math.nan, **like)
     given["out"] = around[1:-1, :outputs]
     given["residual"] = None
@@ -67,17 +64,6 @@ def make(
         given["out"].normal_()
         given["residual"] = given["out"]
     return given
-
-
-def statistics_of(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """The statistics of rows x [rows, width], float64 [rows, parts, 2]."""
-    width = x.shape[1]
-    found = []
-    for i in range(parts):
-        part = x[:, width * i // parts : width * (i + 1) // parts].double()
-        mean = part.mean(1)
-        found.append(torch.stack((mean, (part - mean[:, None]).square().sum(1)), 1))
-    return torch.stack(found, 1)
 
 
 def torch_product(a: dict[str, Any]) -> torch.Tensor:
@@ -111,8 +97,8 @@ _FUSED = ("bias", "residual", "norm", "activation", "gated")
 
 def allowed_error(a: dict[str, Any], exact: torch.Tensor) -> float:
     """Twice PyTorch's own error; not below a unit in the last place of the largest result, nor
-    below what a few float32 additions of the terms' size may cost, and the five roundings of each
-    that a norm has, since PyTorch may happen to round the few results of a small product well."""
+    below what a few float32 operations of the terms' size may cost, those that a norm has among
+    them, since PyTorch may happen to round the few results of a small product well."""
     peer = (torch_product(a).double() - exact).abs().max().item()
     x = reference.normalise(a["input"].double(), widened(a["norm"])).abs()
     terms = (x @ a["weight"].double().abs().T).max().item()

@@ -112,7 +112,8 @@ def test_kernels_around_torchs_product(
         assert torch.equal(found, result(call, a, before))
 
 
-def test_only_cublas_takes_many_rows() -> None:
+@pytest.mark.parametrize("name", ["own", "apart"])
+def test_only_cublas_takes_many_rows(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = linear._Arguments(
         torch.randn(17, 8),
         torch.randn(4, 8),
@@ -148,7 +149,7 @@ def test_no_rows_at_all() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGpu:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("way", ["own", "cublas"])
+    @pytest.mark.parametrize("way", ["own", "apart", "cublas"])
     def test_every_way_gives_the_product(self, way: Any, dtype: torch.dtype) -> None:
         for rows, fused in itertools.product((1, 5, 16), FUSED):
             a = make("cuda", dtype=dtype, rows=rows, depth=520, outputs=72, **fused)

@@ -15,6 +15,7 @@ from offload.kernels import KernelError, Norm
 from offload.kernels.call import current_stream
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
+from offload.kernels.tuning import Choice
 from offload.kernels.workspace import Workspace
 
 OP = "gemm"
@@ -38,19 +39,16 @@ SHAPES = (
 )
 QUICK = ((5120, 5120), (5120, 20480), (4096, 22016))
 TINY = (256, 384)  # for a CPU
-# What stands around the product in models: name -> norm, bias, activation, gated, residual,
-# statistics left. A norm's rows have theirs.
-FUSED: dict[str, tuple[str | None, bool, str | None, bool, bool, bool]] = {
-    "bare": (None, False, None, False, False, False),
-    "layer norm, bias": ("layer", True, None, False, False, False),
-    "layer norm, bias, relu": ("layer", True, "relu", False, False, False),
-    "rms norm": ("rms", False, None, False, False, False),
-    "rms norm, gated silu": ("rms", False, "silu", True, False, False),
-    "bias, residual": (None, True, None, False, True, False),
-    "residual": (None, False, None, False, True, False),
-    "residual, statistics": (None, False, None, False, True, True),
+# What stands around the product in models: name -> norm, bias, activation, gated, residual.
+FUSED: dict[str, tuple[str | None, bool, str | None, bool, bool]] = {
+    "bare": (None, False, None, False, False),
+    "layer norm, bias": ("layer", True, None, False, False),
+    "layer norm, bias, relu": ("layer", True, "relu", False, False),
+    "rms norm": ("rms", False, None, False, False),
+    "rms norm, gated silu": ("rms", False, "silu", True, False),
+    "bias, residual": (None, True, None, False, True),
+    "residual": (None, False, None, False, True),
 }
-PARTS = 132  # of statistics
 SPLITS = (1, 2)  # of the depth
 FINALISTS = 3  # ways to run that what is fused is tried with
 
@@ -84,13 +82,10 @@ class Weights:
 
     def arguments(self, rows: int, what: str) -> dict[str, Any]:
         """Of SkinnyGemm and Linear, less the weight."""
-        norm, bias, activation, gated, residual, left = FUSED[what]
+        norm, bias, activation, gated, residual = FUSED[what]
         outputs = self.outputs // 2 if gated else self.outputs
-        x = self._random(rows, self.depth)
         return {
-            "input": x,
-            "statistics": None if norm is None else statistics_of(x, PARTS),
-            "keep_statistics": left,
+            "input": self._random(rows, self.depth),
             "out": torch.empty(rows, outputs, dtype=DTYPE, device=self.device),
             "bias": self.bias if bias else None,
             "residual": self._random(rows, outputs) if residual else None,
@@ -104,17 +99,6 @@ class Weights:
             "activation": activation,
             "gated": gated,
         }
-
-
-def statistics_of(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """What a product leaves of rows x [rows, width] that it wrote: float32 [rows, parts, 2]."""
-    found = []
-    for part in torch.tensor_split(
-        x.float(), [x.shape[1] * i // parts for i in range(1, parts)], 1
-    ):
-        mean = part.mean(1, keepdim=True)
-        found.append(torch.cat((mean, (part - mean).square().sum(1, keepdim=True)), 1))
-    return torch.stack(found, 1)
 
 
 def eager(weights: list[torch.Tensor], a: dict[str, Any]) -> Callable[[int], torch.Tensor]:
@@ -187,7 +171,7 @@ class Swept:
     outputs: int
     rows: int
     what: str
-    way: str  # "own", "apart" (rows without statistics: a norm is a kernel before it) or "cuBLAS"
+    way: str  # "own", "apart" (the norm in a kernel before it) or "cuBLAS"
     variant: int
     splits: int
     early: bool
@@ -261,7 +245,7 @@ class Sweep:
             self._say(f"           fused cost: {'; '.join(costs)}")
 
     def _cost(self, weights: Weights, rows: int, what: str, bare: list[Swept]) -> str:
-        """What is fused, beside the bare product; a norm also without its rows' statistics."""
+        """What is fused, beside the bare product; a norm also in a kernel before the product."""
         a = weights.arguments(rows, what)
         tries = [
             self._own(weights, a, rows, what, s.variant, s.splits, True) for s in bare[:FINALISTS]
@@ -281,10 +265,10 @@ class Sweep:
     def _apart(
         self, weights: Weights, a: dict[str, Any], rows: int, what: str, bare: Swept
     ) -> Swept:
-        """A kernel for the norm and, as the bare product runs best, the rest behind it."""
-        a = {**a, "statistics": None, "variant": bare.variant, "splits": bare.splits}
+        """The norm's kernel and, as the bare product runs best, the rest behind it."""
+        choice = Choice("apart", bare.variant, bare.splits)
         calls = [
-            SkinnyGemm(weight=weight, **a, workspace=self._workspace, early=True)
+            Linear(weight=weight, **a, workspace=self._workspace, early=True, choice=choice)
             for weight in weights.weights
         ]
         return self._time(

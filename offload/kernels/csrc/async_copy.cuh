@@ -54,28 +54,26 @@ __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Until at most `pending` (at most 9) of this thread's latest groups are still under way.
+// Until at most `pending` (at most 7) of this thread's latest groups are still under way.
 __device__ __forceinline__ void wait_for_copies(int pending) {
     // Not a switch: its jump table is a load.
-    if (pending >= 6) {
-        if (pending >= 8)
-            pending == 8 ? wait_for_copies<8>() : wait_for_copies<9>();
+    if (pending >= 4) {
+        if (pending == 4)
+            asm volatile("cp.async.wait_group 4;" ::: "memory");
+        else if (pending == 5)
+            asm volatile("cp.async.wait_group 5;" ::: "memory");
+        else if (pending == 6)
+            asm volatile("cp.async.wait_group 6;" ::: "memory");
         else
-            pending == 6 ? wait_for_copies<6>() : wait_for_copies<7>();
-    } else if (pending >= 3) {
-        if (pending == 3)
-            wait_for_copies<3>();
-        else
-            pending == 4 ? wait_for_copies<4>() : wait_for_copies<5>();
+            asm volatile("cp.async.wait_group 7;" ::: "memory");
+    } else if (pending == 3) {
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
     } else if (pending == 2) {
-        wait_for_copies<2>();
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+    } else if (pending == 1) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
     } else {
-        pending == 1 ? wait_for_copies<1>() : wait_for_copies<0>();
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
 }
 

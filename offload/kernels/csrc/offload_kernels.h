@@ -156,9 +156,6 @@ typedef struct {
 // output = act(norm(input) @ weight.T + bias) + residual for a few rows; with a gate the weight has
 // 2 * outputs rows, gate first: output = act(gate) * up + residual. Partial sums are float32, added
 // in a fixed order.
-//
-// A row's statistics are, for each of `parts` equal parts of it, of columns [width * i / parts,
-// width * (i + 1) / parts), their mean and the sum of their squared deviations from it.
 typedef struct {
     const void* input;     // [rows, depth] at input_stride
     const void* weight;    // [outputs or 2 * outputs, depth] at weight_stride
@@ -170,10 +167,7 @@ typedef struct {
         counters;  // offload_skinny_gemm_counters() of them, zero before the first call; left zero
     int64_t workspace_bytes;
     int64_t input_stride, weight_stride, residual_stride, output_stride;
-    OffloadNorm norm;               // of the input's rows
-    const float* input_statistics;  // [rows, input_parts, 2]; null: the norm takes a kernel of its
-                                    // own
-    float* output_statistics;       // [rows, offload_skinny_gemm_statistics(), 2]; null
+    OffloadNorm norm;  // of the input's rows
     int32_t rows, outputs, depth;
     int32_t activation;  // OffloadActivationKind
     int32_t gated;
@@ -182,7 +176,7 @@ typedef struct {
     int32_t splits;   // of the depth, for 16 bits at most 2; 0: chosen by the library
     int32_t dtype;
     int32_t launch_early;
-    int32_t input_parts;
+    int32_t reserved;
 } OffloadSkinnyGemm;
 
 // How a code becomes a number: unsigned integers of 4 or 8 bits, int8, float8 e4m3fn, and e2m1 (a
@@ -339,8 +333,6 @@ int64_t offload_decode_attention_workspace(const OffloadDecodeAttention* argumen
 int64_t offload_skinny_gemm_workspace(const OffloadSkinnyGemm* arguments);
 int64_t offload_skinny_gemm_counters(const OffloadSkinnyGemm* arguments);
 int32_t offload_skinny_gemm_variants(const OffloadSkinnyGemm* arguments);
-// Parts of the statistics that the call could leave of each row of its output; 0: none.
-int32_t offload_skinny_gemm_statistics(const OffloadSkinnyGemm* arguments);
 int64_t offload_quant_gemm_workspace(const OffloadQuantGemm* arguments);
 int64_t offload_quant_gemm_counters(const OffloadQuantGemm* arguments);
 int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments);

@@ -15,8 +15,8 @@
 // With programmatic dependent launch the ring is filled with weights before the kernel waits for
 // the one before it.
 //
-// What no 16-byte loads can reach (an odd depth or stride) is computed by a plain kernel. A norm of
-// rows without statistics, or for another form than the staged one, is a kernel before the product.
+// What no 16-byte loads can reach (an odd depth or stride) is computed by a plain kernel. A norm
+// that the staged form cannot take along is a kernel before the product.
 #include <algorithm>
 #include <atomic>
 
@@ -28,12 +28,9 @@ namespace offload {
 namespace {
 
 constexpr int kMostRows = 16;
-constexpr int kMostSize = 1 << 29;        // of depth and outputs: what they add up to stays an int
-constexpr int kBarrierBytes = 1024;       // at most 8 warps with 16 stages
-constexpr int kMostNormedRows = 8;        // that a product normalises by itself
-constexpr int kNormThreads = 1024;        // of the kernel that normalises rows apart
-constexpr int kNormVectors = 2;           // of 16 bytes, that a thread of it has at most
-constexpr int kMostNormBytes = 64 << 10;  // of a norm's weight and bias beside a ring
+constexpr int kMostSize = 1 << 29;   // of depth and outputs: what they add up to stays an int
+constexpr int kBarrierBytes = 1024;  // at most 8 warps with 16 stages
+constexpr int kNormThreads = 1024;   // of the kernel that normalises rows apart
 
 // How the work is cut and where things lie in shared memory.
 struct Plan {
@@ -48,15 +45,13 @@ struct Plan {
     int32_t bulk;       // copies are bulk copies
     int32_t ring_at;
     // Of a staged block alone:
-    int32_t tile_outputs;  // at most
-    int32_t stage_bytes;   // weight rows, activations
-    int32_t inputs_at;     // in a stage
-    int32_t norm_at;       // the norm's weight, and its bias
-    int32_t norm_pitch;    // bytes from the one to the other
-    int32_t sums_at;       // what the other block of the cluster leaves
-    int32_t sum_pitch;     // floats from row to row of a tile's sums
-    int32_t normed;        // activations are normalised (skinny_gemm_norm.cuh)
-    int32_t turned;        // blocks begin at different depths
+    int32_t tile_outputs;        // at most
+    int32_t stage_bytes;         // weight rows, activations, the norm's weight and bias
+    int32_t inputs_at, norm_at;  // in a stage
+    int32_t sums_at;             // what the other block of the cluster leaves
+    int32_t sum_pitch;           // floats from row to row of a tile's sums
+    int32_t late_norm;           // skinny_gemm_norm.cuh
+    int32_t turned;              // blocks begin at different depths
 };
 
 // Part u of all tiles' parts begins at this chunk of all tiles' chunks.
@@ -351,70 +346,13 @@ __global__ void __launch_bounds__(Math::kThreads, 2)
     }
 }
 
-// Normalises a row whose elements fit the block's registers, by 16 bytes; the norm's weight and
-// bias are read before the kernel ahead has ended. total(x) sums over the block.
-template <typename T, typename Total>
-__device__ __forceinline__ void normalize_wide_row(const OffloadSkinnyGemm& a, const T* from, T* to,
-                                                   Total total) {
-    constexpr int kWidth = 16 / sizeof(T);
-    const int vectors = a.depth / kWidth;
-    uint4 weight[kNormVectors], bias[kNormVectors];
-    float x[kNormVectors][kWidth];
-    auto each = [&](auto f) {
-#pragma unroll
-        for (int i = 0; i < kNormVectors; ++i) {
-            const int at = i * kNormThreads + static_cast<int>(threadIdx.x);
-            if (at < vectors) f(i, at);
-        }
-    };
-    each([&](int i, int at) {
-        if (a.norm.weight) weight[i] = static_cast<const uint4*>(a.norm.weight)[at];
-        if (a.norm.bias) bias[i] = static_cast<const uint4*>(a.norm.bias)[at];
-    });
-    wait_for_previous_kernel();
-    float mean = 0.f, square = 0.f;
-    each([&](int i, int at) {
-        unpack(__ldcg(reinterpret_cast<const uint4*>(from) + at), x[i], T());
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) mean += x[i][j];
-    });
-    mean = a.norm.kind == OFFLOAD_NORM_LAYER ? total(mean) / a.depth : 0.f;
-    each([&](int i, int) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            x[i][j] -= mean;
-            square += x[i][j] * x[i][j];
-        }
-    });
-    const float scale = 1.f / sqrtf(total(square) / a.depth + a.norm.eps);
-    each([&](int i, int at) {
-        float by[kWidth];
-        Vector<T> y;
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) x[i][j] *= scale;
-        if (a.norm.weight) {
-            unpack(weight[i], by, T());
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) x[i][j] *= by[j] + a.norm.weight_offset;
-        }
-        if (a.norm.bias) {
-            unpack(bias[i], by, T());
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) x[i][j] += by[j];
-        }
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) y.at[j] = from_float<T>(x[i][j]);
-        reinterpret_cast<Vector<T>*>(to)[at] = y;
-    });
-}
-
 // Normalises rows into `to`, at a pitch of `pitch` elements: one block a row.
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads)
-    normalize_rows_kernel(const OffloadSkinnyGemm a, T* to, int64_t pitch, bool wide) {
+    normalize_rows_kernel(const OffloadSkinnyGemm a, T* to, int64_t pitch) {
     __shared__ float scratch[33];
     let_next_kernel_begin();
-    if (!wide) wait_for_previous_kernel();
+    wait_for_previous_kernel();
     const T* x = static_cast<const T*>(a.input) + blockIdx.x * a.input_stride;
     const T* weight = static_cast<const T*>(a.norm.weight);
     const T* bias = static_cast<const T*>(a.norm.bias);
@@ -432,10 +370,6 @@ __global__ void __launch_bounds__(kNormThreads)
         return v;
     };
     float mean = 0.f, square = 0.f;
-    if (wide) {
-        normalize_wide_row(a, x, to + blockIdx.x * pitch, total);
-        return;
-    }
     if (a.norm.kind == OFFLOAD_NORM_LAYER) {
         for (int i = threadIdx.x; i < a.depth; i += blockDim.x) mean += to_float(x[i]);
         mean = total(mean) / a.depth;
@@ -528,27 +462,31 @@ Choice choice(int index) {
     return {skinny_gemm_kernel<Math>, index, Math::kThreads, Math::kBlock, 0};
 }
 
-template <typename T, int kColumns, int kTile, int kChunkBytes>
+template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
 Choice staged(int index) {
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes>, index, kStagedThreads,
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kNormed>, index, kStagedThreads,
             kChunkBytes / static_cast<int>(sizeof(T)),
             StagedShape<kColumns, kTile, kChunkBytes>::kParts};
 }
 
-constexpr int kKernelCount = 17;
+constexpr int kKernelCount = 32;
 
-template <typename T, int kColumns>
+template <typename T, int kColumns, bool kNormed>
 Choice staged_kernel(const Variant& v, int base) {
-    if (v.tile == 32) return staged<T, kColumns, 32, 1024>(base);
-    if (v.tile == 64) return staged<T, kColumns, 64, 512>(base + 1);
-    return staged<T, kColumns, 128, 512>(base + 2);
+    if (v.tile == 32) return staged<T, kColumns, 32, 1024, kNormed>(base);
+    if (v.tile == 64) return staged<T, kColumns, 64, 512, kNormed>(base + 1);
+    return staged<T, kColumns, 128, 512, kNormed>(base + 2);
 }
 
-// The kernel for a variant on so many rows, or none.
+// The kernel for a variant on `columns` rows and what of a norm lies beside them, or none.
 template <typename T>
-Choice half_kernel(const Variant& v, int rows, int base) {
+Choice half_kernel(const Variant& v, int columns, bool normed, int base) {
     if (v.way != Way::kStaged) return {};
-    return rows <= 8 ? staged_kernel<T, 1>(v, base) : staged_kernel<T, 2>(v, base + 3);
+    if (columns <= 8)
+        return normed ? staged_kernel<T, 1, true>(v, base)
+                      : staged_kernel<T, 1, false>(v, base + 3);
+    return normed ? staged_kernel<T, 2, true>(v, base + 6)
+                  : staged_kernel<T, 2, false>(v, base + 9);
 }
 
 Choice float_kernel(const Variant& v, int rows) {
@@ -561,8 +499,6 @@ Choice float_kernel(const Variant& v, int rows) {
     if (v.tile == 4 && rows > 8) return choice<Fma<16, 4>>(4);
     return {};
 }
-
-int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 int64_t element_bytes(const OffloadSkinnyGemm& a) { return a.dtype == OFFLOAD_F32 ? 4 : 2; }
 
@@ -577,17 +513,18 @@ bool input_is_wide(const OffloadSkinnyGemm& a) {
     return (a.rows == 1 || a.input_stride % width == 0) && aligned16(a.input);
 }
 
-// Of shared memory, from a norm's weight to its bias.
-int64_t norm_pitch(const OffloadSkinnyGemm& a) { return round_up(a.depth * element_bytes(a), 128); }
-
-int64_t norm_bytes(const OffloadSkinnyGemm& a) { return norm_pitch(a) * (a.norm.bias ? 2 : 1); }
-
-// Whether the staged form can take the norm along. Of many rows that is more than a kernel ahead
-// takes: every block would do it for all of them.
+// Whether the staged form can take the norm along; d + d * weight has only one kind of offset.
 bool takes_norm(const OffloadSkinnyGemm& a) {
-    return a.rows <= kMostNormedRows && a.norm.kind != OFFLOAD_NORM_NONE && a.input_statistics &&
-           input_is_wide(a) && aligned16(a.norm.weight) && aligned16(a.norm.bias) &&
-           norm_bytes(a) <= kMostNormBytes;
+    const bool offset = a.norm.weight_offset != 0.f;
+    return a.norm.kind != OFFLOAD_NORM_NONE && input_is_wide(a) && aligned16(a.norm.weight) &&
+           aligned16(a.norm.bias) &&
+           (!offset || (a.norm.weight_offset == 1.f && a.norm.kind == OFFLOAD_NORM_RMS)) &&
+           (a.norm.kind == OFFLOAD_NORM_LAYER ? a.rows <= kMostRows - 2 : !a.norm.bias);
+}
+
+// Rows, and a layer norm's weight and bias where they are multiplied beside them.
+int columns_of(const OffloadSkinnyGemm& a) {
+    return a.rows + (takes_norm(a) && a.norm.kind == OFFLOAD_NORM_LAYER ? 2 : 0);
 }
 
 int fma_ring_bytes(const Variant& v) { return v.warps * v.stages * v.tile * (v.chunk_bytes + 16); }
@@ -596,8 +533,9 @@ Choice kernel_of(const Variant& v, const OffloadSkinnyGemm& a, const Device& dev
     Choice found;
     if (v.bulk && device.major < 9) return found;
     if (a.dtype == OFFLOAD_F32) found = float_kernel(v, a.rows);
-    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, a.rows, 5);
-    if (a.dtype == OFFLOAD_BF16) found = half_kernel<__nv_bfloat16>(v, a.rows, 11);
+    if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, columns_of(a), takes_norm(a), 8);
+    if (a.dtype == OFFLOAD_BF16)
+        found = half_kernel<__nv_bfloat16>(v, columns_of(a), takes_norm(a), 20);
     if (found.kernel &&
         (v.warps * 32 > found.threads || v.chunk_bytes % (found.block * element_bytes(a)) != 0))
         found.kernel = nullptr;
@@ -605,6 +543,8 @@ Choice kernel_of(const Variant& v, const OffloadSkinnyGemm& a, const Device& dev
         found.kernel = nullptr;
     return found;
 }
+
+int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 // How many parts to cut a tile's depth into: the fewest that keep all blocks busy to 97 %.
 uint32_t choose_splits(int64_t tiles, int64_t chunks, int64_t blocks) {
@@ -631,7 +571,6 @@ struct Call {
     int64_t norm_bytes;   // of workspace, for these
     int64_t total_bytes;  // of workspace
     int64_t counters;
-    int parts;  // of the statistics that it could leave of each row of the output; 0: none
 };
 
 int check_sizes(const OffloadSkinnyGemm& a) {
@@ -653,9 +592,6 @@ int check_sizes(const OffloadSkinnyGemm& a) {
         return refuse("skinny_gemm: activation %d is unknown", a.activation);
     if (a.norm.kind < OFFLOAD_NORM_NONE || a.norm.kind > OFFLOAD_NORM_RMS)
         return refuse("skinny_gemm: norm kind %d is unknown", a.norm.kind);
-    if (a.input_statistics && (a.input_parts < 1 || a.input_parts > std::min(kMostParts, a.depth)))
-        return refuse("skinny_gemm: input_parts must be 1 to %d, not %d",
-                      std::min(kMostParts, a.depth), a.input_parts);
     if (a.variant < 0 || a.splits < 0)
         return refuse("skinny_gemm: variant and splits must not be negative, got %d and %d",
                       a.variant, a.splits);
@@ -711,33 +647,33 @@ uint32_t cluster_size(const OffloadSkinnyGemm& a, const Device& device, const Pl
 void plan_staged(const OffloadSkinnyGemm& a, const Device& device, Call& call) {
     const Variant& v = *call.variant;
     Plan& p = call.plan;
-    p.normed = takes_norm(a);
-    call.norm_apart = a.norm.kind != OFFLOAD_NORM_NONE && !p.normed;
+    p.late_norm = takes_norm(a);
+    if (p.late_norm) call.norm_apart = false;
     p.turned = v.turned;
     p.splits = cluster_size(a, device, p);
     const int teams = device.multiprocessors / static_cast<int>(p.splits);
     p.blocks = static_cast<uint32_t>(teams) * p.splits;
-    call.parts = a.gated || teams > std::min(kMostParts, a.outputs) ? 0 : teams;
 
+    const int norm_rows = !p.late_norm ? 0 : a.norm.kind == OFFLOAD_NORM_LAYER ? 2 : 1;
     const int most = v.tile / (a.gated ? 2 : 1), group = a.gated ? 8 : 16;
     const int outputs = (a.outputs - 1) / teams + 1;
     // Fewer rows a tile, if three stages would not fit.
     for (int tiles = (outputs - 1) / most + 1;; ++tiles) {
         p.tile_outputs = (outputs - 1) / tiles + 1;
         const int rows = ((p.tile_outputs - 1) / group + 1) * 16;
-        // Of a group's second 8 rows nothing is read where it has none.
-        p.inputs_at = (a.gated ? rows : (p.tile_outputs - 1) / 8 * 8 + 8) * v.chunk_bytes;
+        p.inputs_at = rows * v.chunk_bytes;
+        p.norm_at = p.inputs_at + a.rows * v.chunk_bytes;
         p.sum_pitch = rows + 4;  // lanes write rows 2 apart to banks 8 apart
-        const int values = a.rows * p.sum_pitch;
+        const int values =
+            (a.rows + (norm_rows == 2 ? 2 : 0)) * p.sum_pitch + (p.late_norm ? 2 * kMostRows : 0);
         const int left = call.choice.parts * values * static_cast<int>(sizeof(float));
         p.stage_bytes = static_cast<int32_t>(
-            round_up(std::max(p.inputs_at + a.rows * v.chunk_bytes, left), 128));
+            round_up(std::max(p.norm_at + norm_rows * v.chunk_bytes, left), 128));
         p.sums_at = kStagedHead;
-        p.norm_at = static_cast<int32_t>(
+        p.ring_at = static_cast<int32_t>(
             round_up(kStagedHead + (p.splits > 1 ? values * 4 * std::min(tiles, 2) : 0), 128));
-        p.norm_pitch = static_cast<int32_t>(norm_pitch(a));
-        p.ring_at = p.norm_at + (p.normed ? static_cast<int32_t>(norm_bytes(a)) : 0);
-        p.stages = std::min(v.stages, (device.shared_per_block - p.ring_at) / p.stage_bytes);
+        p.stages = std::min(
+            {v.stages, kMostStages, (device.shared_per_block - p.ring_at) / p.stage_bytes});
         if (p.stages >= 3 || p.tile_outputs <= group) break;
     }
     p.stages = std::max<int32_t>(p.stages, 2);
@@ -826,11 +762,8 @@ int prepare(const Choice& choice, const Device& device) {
 
 template <typename T>
 int launch_norm(const OffloadSkinnyGemm& a, int64_t pitch, void* stream) {
-    const bool wide = input_is_wide(a) && a.depth % (16 / sizeof(T)) == 0 &&
-                      aligned16(a.norm.weight) && aligned16(a.norm.bias) &&
-                      a.depth * sizeof(T) <= 16 * kNormVectors * kNormThreads;
     return launch("skinny_gemm: norm", normalize_rows_kernel<T>, dim3(a.rows), dim3(kNormThreads),
-                  0, stream, a.launch_early, a, reinterpret_cast<T*>(a.workspace), pitch, wide);
+                  0, stream, a.launch_early, a, reinterpret_cast<T*>(a.workspace), pitch);
 }
 
 template <typename T>
@@ -875,8 +808,6 @@ int run(const OffloadSkinnyGemm& arguments, void* stream) {
     if (device.index < 0) return -1;
     Call call;
     if (int status = make_call(a, device, call)) return status;
-    if (a.output_statistics && !call.parts)
-        return refuse("skinny_gemm: this product leaves no statistics of its output");
     const int64_t needed = call.norm_apart ? call.total_bytes
                            : call.counters ? call.total_bytes
                                            : 0;
@@ -944,9 +875,4 @@ OFFLOAD_API int32_t offload_skinny_gemm_variants(const OffloadSkinnyGemm* argume
     const bool wide = is_wide(*arguments) &&
                       (arguments->norm.kind != OFFLOAD_NORM_NONE || input_is_wide(*arguments));
     return wide ? std::max(1, variant_count(*arguments, device)) : 1;
-}
-
-OFFLOAD_API int32_t offload_skinny_gemm_statistics(const OffloadSkinnyGemm* arguments) {
-    offload::Call call;
-    return offload::size_call(*arguments, call) ? -1 : call.parts;
 }

@@ -35,26 +35,6 @@ __device__ __forceinline__ void unpack(uint4 raw, float (&to)[4], float) {
     to[3] = __uint_as_float(raw.w);
 }
 
-__device__ __forceinline__ uint4 pack(const float (&x)[8], __nv_bfloat16) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-        words[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-__device__ __forceinline__ uint4 pack(const float (&x)[8], __half) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-        words[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
 // 16 bytes at p, in global or shared memory, or zeros.
 __device__ __forceinline__ uint4 load_or_zero(const void* p, bool there) {
     return there ? *static_cast<const uint4*>(p) : make_uint4(0, 0, 0, 0);

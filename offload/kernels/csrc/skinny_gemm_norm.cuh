@@ -1,141 +1,142 @@
-// A norm of the activations that costs the product nothing but the arithmetic: what it must know of
-// a row was left by the kernel that wrote it.
+// A norm that nothing waits for: y = W norm(x) with what of the norm is a row's own applied to the
+// sums, when they are done.
 //
-// A row's statistics are, of `parts` equal parts of its columns, the mean and the sum of squared
-// deviations from it: part i has columns [width * i / parts, width * (i + 1) / parts), which is
-// what a block of the staged product has as its outputs. They are merged in a fixed order and
-// without cancellation (Chan, Golub, LeVeque 1979): sums are taken about a value that is among
-// those that are summed, which leaves at most as many units in the last place as there are values.
+// With d = s (x - m) for a row's s and m, whose choice is free, and gamma = weight + weight_offset,
+//
+//     norm(x) = (d - mean(d)) / sqrt(var(d) + s^2 eps) * gamma + beta
+//     W norm(x) = (W (gamma d) - mean(d) W gamma) / sqrt(var(d) + s^2 eps) + W beta
+//
+// (RMSNorm: m = 0, and neither means nor beta). gamma d is made where the product reads its
+// activations, rounded as a norm's own result would be. W gamma and W beta are two more columns of
+// the product, and cost nothing: tiles have 8 or 16, so a layer norm of more than 14 rows is made
+// apart. The sums of d and d^2 are added up by the threads that copied x, once for all tiles.
+//
+// m is 0 or near the row's mean, so that no digits are lost in mean(d); a part of the row is enough
+// to know it: the mean of n of K elements is at most sqrt((K - n) / n) deviations off, and usually
+// a few hundredths. s is 1 but for float16, whose range gamma x may leave: there it is a power of
+// two that brings d to about 1, after a look at the whole row.
 #pragma once
-#include "async_copy.cuh"
 #include "common.cuh"
 #include "skinny_gemm_math.cuh"
+#include "tensor_core.cuh"
 
 namespace offload {
 
-constexpr int kMostParts = 192;  // of a row's statistics
+constexpr int kNormSamples = 128;  // 16-byte vectors of a row that its mean is taken of
 
-// What y = (x - mean) * scale * weight + bias has of a row.
-struct RowNorm {
-    float mean, scale;
+template <typename T>
+struct Late {
+    static constexpr bool kNarrow = false;
+    static constexpr uint32_t kOnes = 0x3f803f80u;
+};
+template <>
+struct Late<__half> {
+    static constexpr bool kNarrow = true;
+    static constexpr uint32_t kOnes = 0x3c003c00u;
 };
 
-// Sums x and y over the warp's lanes, in one order on all of them.
-__device__ __forceinline__ void warp_sums(float& x, float& y) {
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-        const float other = __shfl_xor_sync(0xffffffffu, x, step);
-        y += __shfl_xor_sync(0xffffffffu, y, step);
-        x += other;
-    }
-}
-
-__device__ __forceinline__ float of_first_lane(float x) {
-    return __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(x), 0));
-}
-
-// The mean of `count` values, and the sum of their squared deviations from it.
-struct Moments {
-    float count, mean, deviations;
-
-    __device__ __forceinline__ void add(const Moments& more) {
-        if (count == 0.f) {
-            *this = more;
-            return;
-        }
-        const float total = count + more.count, share = more.count / total;
-        const float apart = more.mean - mean;
-        mean += apart * share;
-        deviations += more.deviations + apart * apart * count * share;
-        count = total;
-    }
-
-    // Adds some values, by a warp; share = 1 / values.
-    __device__ __forceinline__ void add_row(const float* from, int values, float share, int lane) {
-        const float shift = from[0];
-        float sum = 0.f, square = 0.f;
-        for (int i = lane; i < values; i += 32) {
-            const float x = from[i] - shift;
-            sum += x;
-            square += x * x;
-        }
-        warp_sums(sum, square);
-        const float mean = sum * share;
-        add({static_cast<float>(values), shift + mean, fmaxf(square - sum * mean, 0.f)});
-    }
+// What d = scale * x + shift is made with; shift is rounded to the elements' dtype.
+struct RowScale {
+    float scale, shift;
 };
 
-// Each row's norm, by a warp, from the row's statistics.
-__device__ __forceinline__ void find_row_norms(const OffloadSkinnyGemm& a, RowNorm* to) {
-    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, parts = a.input_parts;
+template <typename T>
+__device__ __forceinline__ uint32_t pair_of(float x) {
+    const T y = from_float<T>(x);
+    uint16_t bits;
+    memcpy(&bits, &y, sizeof bits);
+    return bits * 0x10001u;
+}
+
+// Whether rows are looked at first.
+template <typename T>
+__device__ __forceinline__ bool needs_row_scales(const OffloadNorm& norm) {
+    return Late<T>::kNarrow || norm.kind == OFFLOAD_NORM_LAYER;
+}
+
+// One warp a row. Called, so that its registers are not the main loop's.
+template <typename T>
+__device__ __noinline__ void choose_row_scales(const OffloadSkinnyGemm& a, RowScale* to) {
+    const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= a.rows) return;
-    const float2* from = reinterpret_cast<const float2*>(a.input_statistics) + row * parts;
-    float2 part[kMostParts / 32];
-#pragma unroll
-    for (int i = 0; i < kMostParts / 32; ++i) {
-        part[i] = make_float2(0.f, 0.f);
-        if (i * 32 + lane < parts) part[i] = __ldcg(from + i * 32 + lane);
-    }
-    // Columns before part i: i * each and this. Products stay far below what floats are exact to.
-    const int each = a.depth / parts, rest = a.depth - each * parts;
-    const float a_part = 1.f / static_cast<float>(parts);
-    auto more_before = [&](int i) {
-        return static_cast<int>((static_cast<float>(rest * i) + 0.5f) * a_part);
-    };
-    const float shift = of_first_lane(part[0].x);
+    const uint4* x =
+        reinterpret_cast<const uint4*>(static_cast<const T*>(a.input) + row * a.input_stride);
+    const int vectors = a.depth / 8;
+    const int samples = Late<T>::kNarrow ? vectors : min(vectors, kNormSamples);
     float sum = 0.f, square = 0.f;
+#pragma unroll 4
+    for (int i = lane; i < samples; i += 32) {
+        float y[8];
+        unpack(x[static_cast<int64_t>(i) * vectors / samples], y, T());
 #pragma unroll
-    for (int i = 0; i < kMostParts / 32; ++i) {
-        const int at = i * 32 + lane;
-        if (i * 32 >= parts) break;
-        const int count = at < parts ? each + more_before(at + 1) - more_before(at) : 0;
-        const float off = at < parts ? part[i].x - shift : 0.f, total = off * count;
-        sum += total;
-        square += total * off + part[i].y;
+        for (int j = 0; j < 8; ++j) {
+            sum += y[j];
+            square += y[j] * y[j];
+        }
     }
-    warp_sums(sum, square);
-    const float width = static_cast<float>(a.depth), mean = shift + sum / width;
-    float spread = fmaxf(square - sum * (sum / width), 0.f) / width;
-    // Not a NaN's: fmaxf would hide it.
-    if (!(square == square)) spread = square;
-    const bool layer = a.norm.kind == OFFLOAD_NORM_LAYER;
-    if (!layer) spread += mean * mean;
-    if (lane == 0) to[row] = {layer ? mean : 0.f, 1.f / sqrtf(spread + a.norm.eps)};
+    const float count = static_cast<float>(samples) * 8.f;
+    const float mean = warp_sum(sum) / count, mean_square = warp_sum(square) / count;
+    const float variance = fmaxf(mean_square - mean * mean, 0.f);
+    // A small mean stays: x - m would be rounded once more.
+    const bool centred = a.norm.kind == OFFLOAD_NORM_LAYER && mean * mean > variance;
+    float scale = 1.f;
+    if (Late<T>::kNarrow) {
+        int exponent = 0;
+        frexpf(sqrtf(centred ? variance : mean_square), &exponent);
+        scale = ldexpf(1.f, -max(-15, min(exponent, 16)));
+    }
+    const float shift = centred ? to_float(from_float<T>(-mean * scale)) : 0.f;
+    if (lane == 0) to[row] = {scale, shift};
 }
 
-// Begins to copy the norm's weight, and `pitch` bytes behind it its bias, to shared memory; a
-// block.
+// d of 8 elements.
 template <typename T>
-__device__ __forceinline__ void fetch_norm(const OffloadSkinnyGemm& a, unsigned char* to,
-                                           int pitch) {
-    const int bytes = a.depth * static_cast<int>(sizeof(T));
-    const unsigned char* weight = static_cast<const unsigned char*>(a.norm.weight);
-    const unsigned char* bias = static_cast<const unsigned char*>(a.norm.bias);
-    for (int at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) {
-        if (weight) copy_async16_or_zero(shared_address(to + at), weight + at, true);
-        if (bias) copy_async16_or_zero(shared_address(to + pitch + at), bias + at, true);
-    }
+__device__ __forceinline__ uint4 shift_row(uint4 x, uint32_t scale, uint32_t shift) {
+    return make_uint4(
+        multiply_add_pair(x.x, scale, shift, T()), multiply_add_pair(x.y, scale, shift, T()),
+        multiply_add_pair(x.z, scale, shift, T()), multiply_add_pair(x.w, scale, shift, T()));
 }
 
-// What the norm makes of 8 columns of a row, whose weight fetch_norm has put at `from`.
+// gamma d of 8 elements.
 template <typename T>
-__device__ __forceinline__ uint4 normalise_row(uint4 raw, const OffloadNorm& norm, RowNorm row,
-                                               const unsigned char* from, int pitch) {
-    float x[8], by[8];
-    unpack(raw, x, T());
+__device__ __forceinline__ uint4 scale_row(uint4 x, uint4 weight, uint32_t scale, uint32_t shift,
+                                           uint32_t offset_mask) {
+    const uint4 d = shift_row<T>(x, scale, shift);
+    // d * weight + d, where an offset of 1 belongs to the weight, is rounded once.
+    return make_uint4(multiply_add_pair(d.x, weight.x, d.x & offset_mask, T()),
+                      multiply_add_pair(d.y, weight.y, d.y & offset_mask, T()),
+                      multiply_add_pair(d.z, weight.z, d.z & offset_mask, T()),
+                      multiply_add_pair(d.w, weight.w, d.w & offset_mask, T()));
+}
+
+// Adds d and d^2 of 8 elements to a row's sums.
+template <typename T>
+__device__ __forceinline__ void add_row(uint4 x, uint32_t scale, uint32_t shift, float& sum,
+                                        float& square) {
+    float d[8];
+    unpack(shift_row<T>(x, scale, shift), d, T());
+    float sums[2] = {}, squares[2] = {};  // additions to one sum wait for each other
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = (x[i] - row.mean) * row.scale;
-    if (norm.weight) {
-        unpack(*reinterpret_cast<const uint4*>(from), by, T());
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] *= by[i] + norm.weight_offset;
+    for (int i = 0; i < 8; ++i) {
+        sums[i % 2] += d[i];
+        squares[i % 2] = fmaf(d[i], d[i], squares[i % 2]);
     }
-    if (norm.bias) {
-        unpack(*reinterpret_cast<const uint4*>(from + pitch), by, T());
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] += by[i];
-    }
-    return pack(x, T());
+    sum += sums[0] + sums[1];
+    square += squares[0] + squares[1];
+}
+
+// What a row's sums are divided by and taken from.
+struct RowNorm {
+    float inverse, mean;
+};
+
+// From the sums of d and d^2 over `depth` elements.
+__device__ __forceinline__ RowNorm row_norm(const OffloadNorm& norm, int depth, float scale,
+                                            float sum, float square) {
+    const float width = static_cast<float>(depth);
+    const float mean = norm.kind == OFFLOAD_NORM_LAYER ? sum / width : 0.f;
+    const float variance = fmaxf(square / width - mean * mean, 0.f);
+    return {1.f / sqrtf(variance + norm.eps * scale * scale), mean};
 }
 
 }  // namespace offload

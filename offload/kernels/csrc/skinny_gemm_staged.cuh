@@ -10,9 +10,6 @@
 // Warps share out a tile's groups of 16 rows and, where there are fewer of these than warps, the
 // chunk's depth. At a tile's end they leave their sums in the stage that was read last; these are
 // added in the order of the depth, so results repeat bit for bit.
-//
-// A norm of the rows (skinny_gemm_norm.cuh) is applied to a stage's activations by the threads that
-// copied them, before the others may read them.
 #pragma once
 #include "async_copy.cuh"
 #include "cluster.cuh"
@@ -22,8 +19,9 @@
 namespace offload {
 
 constexpr int kStagedThreads = 512;  // many warps, since each has few instructions to overlap
-// At the front of shared memory: each row's norm.
-constexpr int kStagedHead = kMostRows * static_cast<int>(sizeof(RowNorm));
+constexpr int kMostStages = 9;       // wait_for_copies
+// At the front of shared memory: RowScale of each row.
+constexpr int kStagedHead = kMostRows * static_cast<int>(sizeof(RowScale));
 
 // How a staged block shares out its work, for the kernel and for the launcher.
 template <int kColumns, int kTile, int kChunkBytes>
@@ -36,6 +34,7 @@ struct StagedShape {
     static constexpr int kSteps = kChunkBytes / 64;  // of 32 elements
     static constexpr int kOwnSteps = kSteps / kParts;
     static constexpr int kPieces = kChunkBytes / 16;  // of a row
+    static constexpr int kWarpsOfRow = kPieces / 32;  // that copy it
     static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
     static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
     static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
@@ -43,6 +42,7 @@ struct StagedShape {
     static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
     static_assert(kTeams >= 1 && kParts * kTeams == kWarps, "whole groups");
     static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
+    static_assert(kWarpsOfRow * 32 == kPieces && kWarpsOfRow <= kParts, "whole warps");
 };
 
 // A block's outputs, tile by tile and chunk by chunk. The chunks of a tile are `count` from
@@ -84,7 +84,7 @@ struct StagedWalk {
     }
 };
 
-template <typename T, int kColumns, int kTile, int kChunkBytes>
+template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
 __global__ void __launch_bounds__(kStagedThreads, 1)
     staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
                        float*) {
@@ -145,6 +145,10 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             wanted |= static_cast<uint32_t>(there) << n;
         }
     };
+    // The norm's weight and bias lie as rows behind the activations.
+    const unsigned char* norm_from = nullptr;
+    if (kNormed && copy_row < 2)
+        norm_from = static_cast<const unsigned char*>(copy_row ? a.norm.bias : a.norm.weight);
     auto fetch_weights = [&](int stage_at) {
         const uint32_t to = copy_to + stage_at;
         const int skip = (first_chunk + ahead.at) * kChunkBytes;
@@ -164,21 +168,26 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
                         there ? from + n % 2 * short_step + n / 2 * long_step : a.weight, there,
                         policy);
         }
+        if (norm_from) {
+            const bool there = skip + copy_piece * 16 < depth_bytes;
+            copy_async16_or_zero(to + p.norm_at,
+                                 there ? norm_from + copy_piece * 16 + skip : a.weight, there);
+        }
     };
     const unsigned char* const input_from =
-        static_cast<const unsigned char*>(a.input) + copy_piece * 16;
-    const int64_t input_row_bytes = a.input_stride * static_cast<int64_t>(sizeof(T));
+        static_cast<const unsigned char*>(a.input) +
+        copy_row * a.input_stride * static_cast<int64_t>(sizeof(T)) + copy_piece * 16;
+    const int64_t input_step =
+        Shape::kRowsAtOnce * a.input_stride * static_cast<int64_t>(sizeof(T));
     auto fetch_inputs = [&](int stage_at, int chunk) {
         const uint32_t to = copy_to + stage_at + p.inputs_at;
         const int skip = (first_chunk + chunk) * kChunkBytes;
         const bool there = skip + copy_piece * 16 < depth_bytes;
-        const unsigned char* const from = input_from + copy_row * input_row_bytes + skip;
 #pragma unroll
         for (int n = 0; n < Shape::kInputCopies; ++n)
             if (copy_row + n * Shape::kRowsAtOnce < a.rows)
-                copy_async16_or_zero(
-                    to + n * Shape::kRowsAtOnce * kChunkBytes,
-                    there ? from + n * Shape::kRowsAtOnce * input_row_bytes : a.input, there);
+                copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
+                                     there ? input_from + n * input_step + skip : a.input, there);
     };
     auto advance = [&] {
         ahead.advance(chunks);
@@ -186,13 +195,22 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     };
     begin_tile();
 
-    // Only the weights are sure to be there before the kernel ahead has ended, the norm's too.
-    const bool normed = p.normed;
-    if (normed) fetch_norm<T>(a, shared + p.norm_at, p.norm_pitch);
+    // Only the weights are sure to be there before the kernel ahead has ended.
     int begun = 0;
     for (; begun + 1 < p.stages && ahead.more(); ++begun) {
         fetch_weights(begun * p.stage_bytes);
         advance();
+    }
+    const bool layer = kNormed && a.norm.kind == OFFLOAD_NORM_LAYER;
+    const int norm_rows = layer ? 2 : 0;
+    const uint32_t offset_mask = a.norm.weight_offset != 0.f ? ~0u : 0u;
+    // Rows of a norm that has neither weight nor bias: they stay, whatever the chunk.
+    if (kNormed && copy_row < (layer ? 2 : 1) && !norm_from) {
+        const uint32_t x = copy_row == 0 && !offset_mask ? Late<T>::kOnes : 0u;
+        for (int s = 0; s < p.stages; ++s)
+            *reinterpret_cast<uint4*>(
+                shared + p.ring_at + s * p.stage_bytes + p.norm_at + copy_row * kChunkBytes +
+                (copy_piece ^ (copy_row & 1) << 2) * 16) = make_uint4(x, x, x, x);
     }
     wait_for_previous_kernel();
     for (int s = 0, chunk = turn; s + 1 < p.stages; ++s) {
@@ -201,57 +219,75 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
         commit_copies();
     }
 
-    RowNorm* const row_norms = reinterpret_cast<RowNorm*>(shared);
-    const int ring_at = p.ring_at;
-    RowNorm norms[Shape::kInputCopies];
-    if (normed) {
-        find_row_norms(a, row_norms);
-        wait_for_copies(p.stages - 2);
-        __syncthreads();  // the norm's weight and bias are here, and what was found of the rows
-#pragma unroll
-        for (int n = 0; n < Shape::kInputCopies; ++n)
-            norms[n] = row_norms[min(copy_row + n * Shape::kRowsAtOnce, a.rows - 1)];
-    }
-    // Normalises what this thread has copied, and sees already.
-    auto normalise = [&](int stage_at, int chunk) {
-        const int at = (first_chunk + chunk) * kChunkBytes + copy_piece * 16;
-        if (at >= depth_bytes) return;
-#pragma unroll
-        for (int n = 0; n < Shape::kInputCopies; ++n) {
-            const int r = copy_row + n * Shape::kRowsAtOnce;
-            if (r >= a.rows) break;
-            uint4* const x =
-                reinterpret_cast<uint4*>(shared + ring_at + stage_at + p.inputs_at +
-                                         r * kChunkBytes + (copy_piece ^ (copy_row & 1) << 2) * 16);
-            *x = normalise_row<T>(*x, a.norm, norms[n], shared + p.norm_at + at, p.norm_pitch);
-        }
-    };
-
     const int pair = warp % Shape::kTeams, part = warp / Shape::kTeams;
     const int group = pair * Shape::kOwnGroups;
     const int row = lane / 4, swap = (row & 1) << 2;
+    RowScale* const row_scales = reinterpret_cast<RowScale*>(shared);
+    if (kNormed) {
+        if (needs_row_scales<T>(a.norm)) {
+            choose_row_scales<T>(a, row_scales);
+            __syncthreads();
+        } else if (threadIdx.x < kMostRows) {
+            row_scales[threadIdx.x] = {1.f, 0.f};  // read at a tile's end
+        }
+    }
+    auto row_scale = [&](int r) {
+        return needs_row_scales<T>(a.norm) ? row_scales[r] : RowScale{1.f, 0.f};
+    };
 
     // Everything that a step's addresses have in common with those of other chunks.
+    const int ring_at = p.ring_at;
     const unsigned char* const weights = shared + ring_at + (group * 16 + row) * kChunkBytes;
     int place[Shape::kOwnSteps], input_place[Shape::kOwnSteps][kColumns];
+    int norm_place[Shape::kOwnSteps][kColumns];
+    uint32_t scales[kColumns], shifts[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
         // Past the last row it is that one: nobody looks at its sums.
-        const int r = min(c * 8 + row, a.rows - 1);
+        const int column = c * 8 + row, r = min(column, a.rows - 1);
+        // But the first two columns there have a layer norm's weight and bias, as 0 x + 1 times
+        // these. The x is of the same place: no row may spoil another's sums with 0 times infinity.
+        const int extra = column - a.rows;
+        const bool is_norm = extra >= 0 && extra < norm_rows;
+        const int norm_row = is_norm ? extra : 0;
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
             const int piece = (part * Shape::kOwnSteps + own) * 4 + lane % 4;
             place[own] = (piece ^ swap) * 16;
+            const int norm_at =
+                ring_at + p.norm_at + norm_row * kChunkBytes + (piece ^ norm_row << 2) * 16;
+            norm_place[own][c] = norm_at;
             input_place[own][c] =
-                ring_at + p.inputs_at + r * kChunkBytes + (piece ^ (r & 1) << 2) * 16;
+                is_norm ? norm_at
+                        : ring_at + p.inputs_at + r * kChunkBytes + (piece ^ (r & 1) << 2) * 16;
+        }
+        if (kNormed) {
+            const RowScale by = is_norm ? RowScale{0.f, 1.f} : row_scale(r);
+            scales[c] = pair_of<T>(by.scale);
+            shifts[c] = pair_of<T>(by.shift);
         }
     }
 
+    // What the rows sum up to: each thread, of the activations that it copies, while it is at the
+    // block's first tile.
+    float row_sum[Shape::kInputCopies] = {}, row_square[Shape::kInputCopies] = {};
+    auto add_rows = [&](int stage_at, int skip) {
+        if (skip + copy_piece * 16 >= depth_bytes) return;
+#pragma unroll
+        for (int n = 0; n < Shape::kInputCopies; ++n) {
+            const int r = copy_row + n * Shape::kRowsAtOnce;
+            if (r >= a.rows) break;
+            const RowScale by = row_scale(r);
+            add_row<T>(
+                *reinterpret_cast<const uint4*>(shared + ring_at + stage_at + p.inputs_at +
+                                                r * kChunkBytes + (copy_piece ^ (r & 1) << 2) * 16),
+                pair_of<T>(by.scale), pair_of<T>(by.shift), row_sum[n], row_square[n]);
+        }
+    };
+
     constexpr int kSets = kColumns == 1 ? 2 : 1;  // products that add to the same sums wait
     float sums[kSets][Shape::kOwnGroups][kColumns][4] = {};
-    // How far behind the first 8 rows of a group the others lie, and the next group behind it: 0
-    // where there are none.
-    int next_rows[Shape::kOwnGroups] = {}, next_group = 0;
+    int next_group = 0;  // how far behind this one it lies
     auto multiply = [&](int stage_at) {
 #pragma unroll
         for (int own = 0; own < Shape::kOwnSteps; ++own) {
@@ -260,12 +296,15 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             for (int g = 0; g < Shape::kOwnGroups; ++g) {
                 const unsigned char* from = weights + stage_at + place[own] + g * next_group;
                 low[g] = *reinterpret_cast<const uint4*>(from);
-                high[g] = *reinterpret_cast<const uint4*>(from + next_rows[g]);
+                high[g] = *reinterpret_cast<const uint4*>(from + 8 * kChunkBytes);
             }
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
-                const uint4 x =
-                    *reinterpret_cast<const uint4*>(shared + input_place[own][c] + stage_at);
+                uint4 x = *reinterpret_cast<const uint4*>(shared + input_place[own][c] + stage_at);
+                if constexpr (kNormed)
+                    x = scale_row<T>(
+                        x, *reinterpret_cast<const uint4*>(shared + norm_place[own][c] + stage_at),
+                        scales[c], shifts[c], offset_mask);
 #pragma unroll
                 for (int g = 0; g < Shape::kOwnGroups; ++g) {
                     multiply_tile(sums[0][g][c], low[g].x, high[g].x, low[g].y, high[g].y, x.x, x.y,
@@ -282,7 +321,6 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     const int n = threadIdx.x % width, rows_at_once = kStagedThreads / width;
     const int first_row = threadIdx.x / width;
     T bias = {}, up_bias = {}, residual[Shape::kItems] = {};
-    Moments moments = {};  // of the outputs of row `warp`
 
     // The stage that was used last is the next to be filled.
     int stage_at = 0, free_at = (p.stages - 1) * p.stage_bytes, chunk = turn;
@@ -303,13 +341,9 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
                 }
         }
         const int groups = a.gated ? (at.outputs + 7) / 8 : (at.outputs + 15) / 16;
-#pragma unroll
-        for (int g = 0; g < Shape::kOwnGroups; ++g)
-            next_rows[g] = a.gated || at.outputs > (group + g) * 16 + 8 ? 8 * kChunkBytes : 0;
         if (Shape::kOwnGroups > 1) next_group = group + 1 < groups ? 16 * kChunkBytes : 0;
         for (int more = chunks; more > 0; --more) {
             wait_for_copies(p.stages - 2);
-            if (normed) normalise(stage_at, chunk);
             __syncthreads();  // the stage is here for all, and all are done with the one before
             if (ahead.more()) {
                 fetch_weights(free_at);
@@ -318,15 +352,18 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             }
             commit_copies();
             if (group < groups) multiply(stage_at);
+            if (kNormed && tile == 0) add_rows(stage_at, (first_chunk + chunk) * kChunkBytes);
             if (++chunk == chunks) chunk = 0;
             free_at = stage_at;
             stage_at += p.stage_bytes;
             if (stage_at == p.stages * p.stage_bytes) stage_at = 0;
         }
 
-        // A row of sums for each of the activations: of every part of the depth, in the stage that
-        // all have read.
-        const int values = a.rows * p.sum_pitch;
+        // A row of sums for each of the activations, then those of the norm's weight and bias: of
+        // every part of the depth, in the stage that all have read. Then what rows sum up to, of
+        // every warp that has copied a part of one.
+        const int row_sums_at = (a.rows + norm_rows) * p.sum_pitch;
+        const int values = row_sums_at + (kNormed ? 2 * kMostRows : 0);
         float* const left = reinterpret_cast<float*>(shared + ring_at + free_at);
         float* const mine = left + part * values;
         __syncthreads();
@@ -342,62 +379,79 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
                             const int r = c * 8 + lane % 4 * 2 + i % 2;
                             float x = sums[0][g][c][i];
                             if (kSets > 1) x += sums[kSets - 1][g][c][i];
-                            if (r < a.rows) to[r * p.sum_pitch + i / 2 * 8] = x;
+                            if (r < a.rows + norm_rows) to[r * p.sum_pitch + i / 2 * 8] = x;
                         }
                 }
             }
         }
+        if (kNormed)
+#pragma unroll
+            for (int n = 0; n < Shape::kInputCopies; ++n) {
+                if (tile == 0) {
+                    row_sum[n] = warp_sum(row_sum[n]);
+                    row_square[n] = warp_sum(row_square[n]);
+                }
+                const int r = copy_row + n * Shape::kRowsAtOnce;
+                if (lane == 0 && r < a.rows) {
+                    float* const to = left + copy_piece / 32 * values + row_sums_at + r;
+                    to[0] = row_sum[n];
+                    to[kMostRows] = row_square[n];
+                }
+            }
 #pragma unroll
         for (int i = 0; i < Shape::kOwnGroups * kColumns * 4 * kSets; ++i)
             (&sums[0][0][0][0])[i] = 0.f;
         __syncthreads();
         float* const others = reinterpret_cast<float*>(shared + p.sums_at) + tile % 2 * values;
-        auto whole = [&](const float* from) {
-            float x = from[0];
+        for (int i = threadIdx.x; i < values; i += kStagedThreads) {
+            float x = left[i];
+            if (i < row_sums_at) {
 #pragma unroll
-            for (int other = 1; other < Shape::kParts; ++other) x += from[other * values];
-            return x;
-        };
+                for (int other = 1; other < Shape::kParts; ++other) x += left[other * values + i];
+            } else {
+#pragma unroll
+                for (int other = 1; other < Shape::kWarpsOfRow; ++other)
+                    x += left[other * values + i];
+            }
+            left[i] = x;
+        }
 #ifdef OFFLOAD_HAS_CLUSTERS
         if (splits > 1) {
             // A place is written again two tiles later, when the barrier between has been passed.
             if (tile == 0) cluster_wait();
             if (rank > 0)
                 for (int i = threadIdx.x; i < values; i += kStagedThreads)
-                    store_to_block(others + i, 0, whole(left + i));
+                    store_to_block(others + i, 0, left[i]);
             cluster_arrive();
             cluster_wait();
         }
 #endif
         if (rank > 0) continue;
+        __syncthreads();
+        if (n >= at.outputs) continue;
+        auto total = [&](int i) { return splits > 1 ? left[i] + others[i] : left[i]; };
         const int weight_row = a.gated ? n / 8 * 16 + n % 8 : n;
 #pragma unroll
         for (int i = 0; i < Shape::kItems; ++i) {
             const int r = first_row + i * rows_at_once;
             if (r >= a.rows) break;
-            if (n >= at.outputs) continue;
-            float* const sum = left + r * p.sum_pitch + weight_row;
-            const float* const other = others + r * p.sum_pitch + weight_row;
+            RowNorm by = {1.f, 0.f};
+            if (kNormed)
+                by = row_norm(a.norm, a.depth, row_scales[r].scale, total(row_sums_at + r),
+                              total(row_sums_at + kMostRows + r));
             auto product = [&](int m) {
-                return splits > 1 ? whole(sum + m) + other[m] : whole(sum + m);
+                float x = total(r * p.sum_pitch + m);
+                if (norm_rows) x -= by.mean * total(a.rows * p.sum_pitch + m);
+                if (kNormed) x *= by.inverse;
+                if (norm_rows) x += total((a.rows + 1) * p.sum_pitch + m);
+                return x;
             };
-            float y = activate(product(0) + to_float(bias), a.activation);
-            if (a.gated) y *= product(8) + to_float(up_bias);
+            float y = activate(product(weight_row) + to_float(bias), a.activation);
+            if (a.gated) y *= product(weight_row + 8) + to_float(up_bias);
             if (a.residual) y += to_float(residual[i]);
-            const T rounded = from_float<T>(y);
-            static_cast<T*>(a.output)[r * a.output_stride + at.output + n] = rounded;
-            // Nobody else has read this sum. (A gate leaves no statistics.)
-            if (a.output_statistics) *sum = to_float(rounded);
-        }
-        if (a.output_statistics) {
-            const float share = 1.f / static_cast<float>(at.outputs);
-            __syncthreads();
-            if (warp < a.rows) moments.add_row(left + warp * p.sum_pitch, at.outputs, share, lane);
+            static_cast<T*>(a.output)[r * a.output_stride + at.output + n] = from_float<T>(y);
         }
     }
-    if (a.output_statistics && rank == 0 && warp < a.rows && lane == 0)
-        reinterpret_cast<float2*>(a.output_statistics)[warp * teams + team] =
-            make_float2(moments.mean, moments.deviations);
 }
 
 }  // namespace offload
