@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from offload.scheduler.setting import Goal
+
 
 def positive(text: str) -> int:
     """A whole number above zero."""
@@ -80,7 +82,7 @@ def add_goal(parser: Any) -> None:
     """What a plan is made for."""
     parser.add_argument(
         "--goal",
-        choices=("throughput", "latency", "fits"),
+        choices=[goal.value for goal in Goal],
         help="plan what rests where by measured rates: most tokens a second, the shortest time, or "
         "the least GPU memory (default: fill the GPU, then CPU memory)",
     )

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from offload.commands.arguments import add_weights, quantization
+from offload.commands.console import quiet_transformers
 from offload.sizes import format_size
 
 SAY_EVERY = 2.0  # seconds
@@ -37,13 +38,10 @@ def execute(args: argparse.Namespace) -> int:
     wanted = quantization(args)
     assert wanted is not None
 
-    from transformers.utils import logging
-
     from offload.config import OffloadConfig
     from offload.packed import pack
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     folder = pack(
         args.model,
         args.out,

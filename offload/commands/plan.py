@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload.commands.arguments import add_kv_dtype, memory, positive
+from offload.commands.console import say
 from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
 from offload.scheduler.hardware import Hardware
@@ -136,9 +136,7 @@ def _hardware(file: str | None) -> Hardware:
             "torch finds no GPU to plan for; pass the rates of the machine that is to run the "
             "model with --hardware (there: offload info --measure --json > rates.json)"
         )
-    return measured_hardware(
-        None, compute, progress=lambda text: print(text, file=sys.stderr, flush=True)
-    )[0]
+    return measured_hardware(None, compute, progress=say)[0]
 
 
 def _budget(limits: dict[int | str, int], hardware: Hardware) -> Budget:

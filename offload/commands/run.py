@@ -19,6 +19,7 @@ from offload.commands.arguments import (
     positive,
     quantization,
 )
+from offload.commands.console import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,12 +94,9 @@ def execute(args: argparse.Namespace) -> int:
     _check_sampling(args)
     prompt = _prompt(args)
 
-    from transformers.utils import logging
-
     from offload.checkpoint.hub import resolve_model
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     folder = resolve_model(args.model, args.revision, args.trust_remote_code)
     tokenizer = _tokenizer(folder, args.trust_remote_code)
     inputs = _encode(tokenizer, prompt, chat=not args.no_chat)

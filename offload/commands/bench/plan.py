@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from offload.commands.arguments import positive
+from offload.commands.console import quiet_transformers, say
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -46,17 +46,11 @@ def execute(args: argparse.Namespace) -> int:
     """Run the cases; the exit status says whether all ran."""
     from dataclasses import replace
 
-    from transformers.utils import logging
-
     from offload.bench.prediction import CPU_CASES, GPU_CASES, measure_predictions
     from offload.config import OffloadConfig
     from offload.measure.cache import kept_hardware, measured_hardware
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     device = OffloadConfig(device=args.device).compute
     known = CPU_CASES if device.type == "cpu" else GPU_CASES
     cases = [case for case in known if all(text in case.name for text in args.case)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.commands.arguments import add_placement, add_weights, positive, quantization
+from offload.commands.console import quiet_transformers
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -43,12 +44,9 @@ def execute(args: argparse.Namespace) -> int:
     except UnicodeDecodeError as error:
         raise ValueError(f"{args.text} is not UTF-8 text: {error}") from error
 
-    from transformers.utils import logging
-
     from offload.bench.quality import measure_quality
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     result = measure_quality(
         args.model,
         text,

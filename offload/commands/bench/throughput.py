@@ -1,15 +1,12 @@
-"""`offload bench`: measure a model's throughput, the disk, the link to the GPU, or kernels."""
+"""`offload bench throughput`: a streamed model beside the bound of the same run and its peers."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from typing import Any
 
-from offload.aio import benchmark
-from offload.commands import predictions, quality
 from offload.commands.arguments import (
     add_goal,
     add_placement,
@@ -20,39 +17,11 @@ from offload.commands.arguments import (
     quantization,
     size,
 )
+from offload.commands.console import quiet_transformers
 
 
-def add_parser(commands: Any) -> None:
-    """Add this command to the program."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure throughput beside the bound of the same run",
-        description="Measure, beside the bound of the same run.",
-    )
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    _add_throughput(benchmarks)
-    nvme = benchmarks.add_parser(
-        "nvme",
-        help="plain reads and writes of a drive",
-        description="What a drive gives by block size, requests in flight and backend, through "
-        "the engine that streams weights.",
-    )
-    benchmark.add_nvme_arguments(nvme)
-    nvme.set_defaults(execute=benchmark.run_nvme)
-    link = benchmarks.add_parser(
-        "link",
-        help="copies between pinned CPU memory and a GPU",
-        description="What the link to a GPU gives by size of the copy.",
-    )
-    benchmark.add_link_arguments(link)
-    link.set_defaults(execute=benchmark.run_link)
-    _add_kernels(benchmarks)
-    predictions.add_parser(benchmarks)
-    quality.add_parser(benchmarks)
-    _add_host_attention(benchmarks)
-
-
-def _add_throughput(benchmarks: Any) -> None:
+def add_parser(benchmarks: Any) -> None:
+    """Add this command to the others that measure."""
     parser = benchmarks.add_parser(
         "throughput",
         help="prefill and decode of a model, streamed",
@@ -61,7 +30,7 @@ def _add_throughput(benchmarks: Any) -> None:
         "layers are streamed, each with random bytes of its own; what stands outside the layers "
         "(embedding, head) stays on the compute device.",
     )
-    parser.set_defaults(execute=_throughput)
+    parser.set_defaults(execute=execute)
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument(
         "--shape",
@@ -129,13 +98,12 @@ def _add_throughput(benchmarks: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
-def _throughput(args: argparse.Namespace) -> int:
+def execute(args: argparse.Namespace) -> int:
+    """Measure, and print."""
     if args.shape is None and args.model is None:
         if not args.overhead:
             raise ValueError("name what to measure: --shape NAME or --model FOLDER")
         args.shape = "tiny-deep"
-
-    from transformers.utils import logging
 
     from offload.bench.cold_start import measure_cold_start
     from offload.bench.overhead import measure_overhead
@@ -145,8 +113,7 @@ def _throughput(args: argparse.Namespace) -> int:
     from offload.config import OffloadConfig
     from offload.models.quantized.wanted import Wishes
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_transformers()
     checked = OffloadConfig(device=args.device, dtype=args.dtype or "auto")
     dtype: Any = None if checked.dtype == "auto" else checked.dtype
     wanted = quantization(args)
@@ -184,151 +151,5 @@ def _throughput(args: argparse.Namespace) -> int:
         result = run_throughput(subject, work, setup)
         if not args.json:
             print(result.placement, end="\n\n", file=sys.stderr, flush=True)
-    print(json.dumps(result.as_dict()) if args.json else result)
-    return 0
-
-
-def _add_kernels(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "kernels",
-        help="the fused kernels, beside eager PyTorch and cuBLAS",
-        description="Every fused kernel on shapes of real models: time, rates, and the share of "
-        "what HBM or the matrix units gave in the same run. Inputs rotate through more than L2 "
-        "holds, all is timed in CUDA graphs.",
-    )
-    parser.set_defaults(execute=_kernels)
-    parser.add_argument(
-        "--op", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
-    )
-    parser.add_argument(
-        "--shape",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="only shapes with TEXT in their name, such as K5120; may be repeated",
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--compile", action="store_true", help="torch.compile beside them, too")
-    parser.add_argument("--device", metavar="DEVICE", help="cuda:1, cpu, ... (default: the GPU)")
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="instead: every variant of a small-batch product (op gemm, or quant_gemm)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write all figures there, as JSON")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-
-
-def _kernels(args: argparse.Namespace) -> int:
-    import torch
-
-    from offload.bench.kernels import gemm, quant_gemm, run
-    from offload.bench.kernels.case import Rates
-    from offload.bench.result import machine
-
-    try:
-        device = torch.device(args.device or "cuda")
-    except RuntimeError as error:
-        raise ValueError(f"--device {args.device}: {error}") from None
-    run.check_device(device)
-    ops = tuple(op.replace("-", "_") for op in args.op)
-    wanted = run.Wanted(device, ops, tuple(args.shape), args.quick, args.compile)
-    found: dict[str, Any]
-    failed = False
-
-    def progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    if args.sweep:
-        swept = {gemm.OP: gemm, quant_gemm.OP: quant_gemm}
-        if len(ops) > 1 or set(ops) - swept.keys():
-            raise ValueError(f"--sweep is for one of the ops {' and '.join(swept)}")
-        rates, facts = Rates.measure(device, 1.0), machine(device)
-        say = progress if args.json else print
-        say(run.heading(rates, facts))
-        found = {
-            "machine": facts,
-            "rates": asdict(rates),
-            "sweep": swept[ops[0] if ops else gemm.OP].sweep(device, rates, wanted.shape, say),
-        }
-    else:
-        result = run.run_kernels(wanted, progress)
-        found, failed = result.as_dict(), result.failed
-        if not args.json:
-            print(result)
-    if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
-    if args.json:
-        print(json.dumps(found))
-    return 1 if failed else 0
-
-
-def _add_host_attention(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "host-attention",
-        help="attention of decode steps on CPU cores, beside a plain read of the same bytes",
-        description="Attention on CPU cores over keys and values in CPU memory, on shapes of real "
-        "models, beside a read of the same bytes in the same pieces by the same threads.",
-    )
-    parser.set_defaults(execute=_host_attention)
-    parser.add_argument(
-        "--shape", action="append", default=[], metavar="TEXT", help="only those with TEXT in them"
-    )
-    parser.add_argument(
-        "--kv",
-        action="append",
-        default=[],
-        choices=("bf16", "fp16", "int8"),
-        help="keys and values (default: bf16); may be repeated",
-    )
-    parser.add_argument(
-        "--path", default="auto", metavar="NAME", help="portable, avx2, avx512, ..."
-    )
-    parser.add_argument(
-        "--spare",
-        type=int,
-        metavar="N",
-        help="all but N cores (default: all but one or two, beside a stream as many as the engine)",
-    )
-    parser.add_argument("--sweep", action="store_true", help="every way to ask for lines ahead")
-    parser.add_argument(
-        "--beside-stream",
-        action="store_true",
-        help="while pinned copies run to the GPU at full rate, and their rate",
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="where those go (default: the GPU)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-
-
-def _host_attention(args: argparse.Namespace) -> int:
-    from offload.bench.host_attention import SHAPES, measure_host_attention
-    from offload.config import OffloadConfig
-    from offload.device import compute_device
-    from offload.kernels.host_library import PATHS, host_library
-    from offload.kernels.host_pool import HostPool
-
-    shapes = [s for s in SHAPES if all(text in s.name for text in args.shape)]
-    if not shapes:
-        known = ", ".join(shape.name for shape in SHAPES)
-        raise ValueError(f"--shape {args.shape[0]}: no shape is called so; there are {known}")
-    if args.path not in ("auto", *host_library().paths()):
-        known = ", ".join(host_library().paths())
-        what = "this CPU has no such path" if args.path in PATHS else "there is no such path"
-        raise ValueError(f"--path {args.path}: {what}; it can run {known}")
-    device = None
-    if args.beside_stream:
-        device = compute_device(OffloadConfig(device=args.device).compute)
-    with HostPool(spare=args.spare) as pool:
-        result = measure_host_attention(
-            shapes,
-            args.kv or ["bf16"],
-            pool=pool,
-            path=args.path,
-            all_threads=device is None or args.spare is not None,
-            sweep=args.sweep,
-            device=device,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
     print(json.dumps(result.as_dict()) if args.json else result)
     return 0

@@ -1,0 +1,85 @@
+"""`offload bench kernels`: every fused kernel beside PyTorch, and the sweeps of their variants."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from offload.commands.console import say
+
+
+def add_parser(benchmarks: Any) -> None:
+    """Add this command to the others that measure."""
+    parser = benchmarks.add_parser(
+        "kernels",
+        help="the fused kernels, beside eager PyTorch and cuBLAS",
+        description="Every fused kernel on shapes of real models: time, rates, and the share of "
+        "what HBM or the matrix units gave in the same run. Inputs rotate through more than L2 "
+        "holds, all is timed in CUDA graphs.",
+    )
+    parser.set_defaults(execute=execute)
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only shapes with TEXT in their name, such as K5120; may be repeated",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--compile", action="store_true", help="torch.compile beside them, too")
+    parser.add_argument("--device", metavar="DEVICE", help="cuda:1, cpu, ... (default: the GPU)")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="instead: every variant of a small-batch product (op gemm, or quant_gemm)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write all figures there, as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure, and print; the exit status says whether all ran."""
+    import torch
+
+    from offload.bench.kernels import gemm, quant_gemm, run
+    from offload.bench.kernels.case import Rates
+    from offload.bench.result import machine
+
+    try:
+        device = torch.device(args.device or "cuda")
+    except RuntimeError as error:
+        raise ValueError(f"--device {args.device}: {error}") from None
+    run.check_device(device)
+    ops = tuple(op.replace("-", "_") for op in args.op)
+    wanted = run.Wanted(device, ops, tuple(args.shape), args.quick, args.compile)
+    found: dict[str, Any]
+    failed = False
+
+    if args.sweep:
+        swept = {gemm.OP: gemm, quant_gemm.OP: quant_gemm}
+        if len(ops) > 1 or set(ops) - swept.keys():
+            raise ValueError(f"--sweep is for one of the ops {' and '.join(swept)}")
+        rates, facts = Rates.measure(device, 1.0), machine(device)
+        tell = say if args.json else print
+        tell(run.heading(rates, facts))
+        found = {
+            "machine": facts,
+            "rates": asdict(rates),
+            "sweep": swept[ops[0] if ops else gemm.OP].sweep(device, rates, wanted.shape, tell),
+        }
+    else:
+        result = run.run_kernels(wanted, say)
+        found, failed = result.as_dict(), result.failed
+        if not args.json:
+            print(result)
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    if args.json:
+        print(json.dumps(found))
+    return 1 if failed else 0
