@@ -88,9 +88,14 @@ class FusedEngine(NotCopied):
             if changed is not None:
                 raise Unserved(changed)
             try:
-                return self._run(self._read(given, step=step), step)
-            except _Unexpected:
-                return self._run(self._read(given, expect=False))
+                try:
+                    return self._run(self._read(given, step=step), step)
+                except _Unexpected:
+                    return self._run(self._read(given, expect=False))
+            except BaseException:
+                # Others may get the memory that a pass which broke off had copies on their way to.
+                self._copies.drain()
+                raise
 
     def _current(self) -> AbstractContextManager[Any]:
         """Makes the engine's GPU the current one, where it is not."""

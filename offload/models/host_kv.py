@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any, Literal, NoReturn
 
@@ -41,6 +42,7 @@ class HostKv:
         self._row_bytes = row_bytes
         self._lock = lock
         self._free: list[aio.AlignedBuffer] = []
+        self._taking = threading.Lock()  # caches are reordered beside another thread's pass
         self._shares: weakref.WeakSet[GpuShare] = weakref.WeakSet()
         self._closed = False
 
@@ -60,8 +62,7 @@ class HostKv:
             gc.collect()  # a cache that nobody has may not be known to be so
             buffer = self._find(nbytes)
         if buffer is None:
-            while self._free:  # too small, all of them
-                self._free.pop().close()
+            self._give_back()  # too small, all of them
             buffer = self._new(max(nbytes, rows * self._row_bytes))
         return HostBlock(self, buffer)
 
@@ -75,18 +76,25 @@ class HostKv:
     def close(self) -> None:
         """Give free blocks back to the system, and others when they come back."""
         self._closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Free blocks to the system, behind the copies into caches that are gone already."""
+        with self._taking:
+            free, self._free = self._free, []
         self.copies.drain()
-        while self._free:
-            self._free.pop().close()
+        while free:
+            free.pop().close()
 
     def _find(self, nbytes: int) -> aio.AlignedBuffer | None:
         """The smallest that is large enough."""
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-        if not fitting:
-            return None
-        found = min(fitting, key=lambda buffer: buffer.nbytes)
-        self._free.remove(found)
-        return found
+        with self._taking:
+            fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+            if not fitting:
+                return None
+            found = min(fitting, key=lambda buffer: buffer.nbytes)
+            self._free.remove(found)
+            return found
 
     def _new(self, nbytes: int) -> aio.AlignedBuffer:
         free = host_memory_available()

@@ -171,15 +171,17 @@ class KvLayer(CacheLayerMixin):
         self.common.session = None  # its calls would keep the old buffers alive
         with torch.inference_mode(False):
             above = (shape[0] - below, *shape[1:])
-            self.key_buffer = torch.empty(above, dtype=like.dtype, device=like.device)
-            self.value_buffer = torch.empty_like(self.key_buffer)
-            self._block = self.host_keys = self.host_values = None
-            if below and self.common.host is not None:
+            keys = torch.empty(above, dtype=like.dtype, device=like.device)
+            values = torch.empty_like(keys)
+            block, home = None, self.common.host
+            under: tuple[HostColumns | None, HostColumns | None] = None, None
+            if below and home is not None:
                 part = (below, *shape[1:])
-                home = self.common.host
-                nbytes = 2 * HostColumns.nbytes(part, like.dtype, home.int8)
-                self._block = home.borrow(nbytes, below)
-                self.host_keys, self.host_values = self._block.halves(part, like.dtype, home.int8)
+                block = home.borrow(2 * HostColumns.nbytes(part, like.dtype, home.int8), below)
+                under = block.halves(part, like.dtype, home.int8)
+        # Only now that nothing fails any more: what the old ones hold may be gone on with.
+        self.key_buffer, self.value_buffer, self._block = keys, values, block
+        self.host_keys, self.host_values = under
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads, tokens, width = key_states.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class LateCopies(HostCopies):
     def __init__(self) -> None:
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.made = 0
+        self.drained = False
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty(shape, dtype=dtype)
@@ -97,6 +99,10 @@ class LateCopies(HostCopies):
             self.made += 1
 
     synchronize = wait
+
+    def drain(self) -> None:
+        """Which the tests do without: what is on its way then stays there."""
+        self.drained = True
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, pads: list[int], **options: Any) -> Any:
@@ -200,7 +206,7 @@ def test_a_pass_that_breaks_off_leaves_no_copy_behind(
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(prompt, "run_block", broken)
             model(ids[:, 6:11], **{name: cache})
-        assert late.waiting and cache.get_seq_length() == 5
+        assert late.drained and cache.get_seq_length() == 5
         model(ids[:, 5:6], output_hidden_states=True, **{name: cache})  # by transformers' modules
         got = [model(ids[:, 6:7], **{name: cache}).logits[:, -1]]
         got.append(model(ids[:, 7:10], **{name: cache}).logits[:, -1])
@@ -340,12 +346,83 @@ def test_what_cannot_be_is_refused(
             pickle.dumps(cache)
 
 
+@pytest.mark.parametrize("short", ["cpu", "device"])
+def test_a_cache_that_could_not_grow_is_as_it_was(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    plain, model = pair
+    name, ids = exactness.name_of_cache(plain), prompts(3, 220)
+    empty, calls = torch.empty_like, []
+
+    def fails(like: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:  # of the second layer
+            raise torch.OutOfMemoryError
+        return empty(like)
+
+    with torch.no_grad():
+        cache = model(ids[:, :5])[name]
+        model(ids[:, 5:6], **{name: cache})
+        with monkeypatch.context() as patch, pytest.raises((BudgetError, torch.OutOfMemoryError)):
+            patch.setattr(host_kv, "host_memory_available", lambda: 1000 if short == "cpu" else 1e9)
+            patch.setattr(engine_of(model).host_kv, "_free", [])
+            patch.setattr(torch, "empty_like", empty if short == "cpu" else fails)
+            model(ids[:, 6:], **{name: cache})
+        for first, last in ((6, 7), (7, 220)):
+            got = model(ids[:, first:last], **{name: cache}).logits[:, -1]
+            assert close(got, plain(ids[:, :last]).logits[:, -1])
+
+
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 12))
 def test_chunks_cover_all_evenly(first: int, count: int, most: int) -> None:
     spans = list(prompt._evenly(first, first + count, most))
     assert [x for a, b in spans for x in range(a, b)] == list(range(first, first + count))
     sizes = {b - a for a, b in spans}
     assert not sizes or (max(sizes) <= most and max(sizes) - min(sizes) <= 1)
+
+
+def test_blocks_are_given_back_behind_the_copies_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Told(HostCopies):
+        def drain(self) -> None:
+            done.append("drained")
+
+    home = HostKv(0, 64, Told(), False)
+    close = host_kv.aio.AlignedBuffer.close
+    monkeypatch.setattr(
+        host_kv.aio.AlignedBuffer, "close", lambda self: done.append("closed") or close(self)
+    )
+    small = home.borrow(80, 1)
+    done.clear()
+    del small  # a cache that nobody has, whose last copies may still be on their way
+    large = home.borrow(8000, 1)
+    assert done == ["drained", "closed"]
+    del large
+    home.close()
+    assert done == ["drained", "closed"] * 2
+
+
+def test_two_threads_do_not_get_the_same_block() -> None:
+    home = HostKv(0, 64, HostCopies(), False)
+    got: list[Any] = [home.borrow(80, 1)]
+    got.clear()
+
+    class Slow(list):
+        """Another thread asks in the middle of looking for a block."""
+
+        def __iter__(self) -> Iterator[Any]:
+            found = list(super().__iter__())
+            if not got:
+                got.append(threading.Thread(target=lambda: got.append(home.borrow(80, 1))))
+                got[0].start()
+                got[0].join(0.2)
+            return iter(found)
+
+    home._free = Slow(home._free)
+    mine = home.borrow(80, 1)
+    got[0].join()
+    assert mine._buffer is not got[1]._buffer
 
 
 def test_a_pool_that_is_closed_takes_nothing_back() -> None:
