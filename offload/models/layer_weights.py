@@ -22,7 +22,7 @@ class Product:
 
     A quantised weight is whole where `filling` was launched since its layer was entered; `stored`
     is the same weight for a few rows, which are multiplied with it as it is, or for all, which are
-    rounded to int8.
+    rounded to int8: then there is no whole one, and `weight` has no memory.
     """
 
     weight: torch.Tensor
@@ -97,6 +97,8 @@ def _product(
     if quantised is None or spec not in quantised:
         weight = joined([tensors[name] for name in spec.weights])
         return Product(weight, bias, spec.transposed)
-    weight, filling = quantised.whole(spec, tensors)
     stored = None if spec.transposed else quantised.multiplied_as_it_is(spec, tensors)
+    if stored is not None and quantised.in_int8(spec):
+        return Product(quantised.nowhere(spec), bias, False, None, stored)
+    weight, filling = quantised.whole(spec, tensors)
     return Product(weight, bias, spec.transposed, filling, stored)

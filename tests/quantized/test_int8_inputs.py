@@ -15,6 +15,7 @@ import offload
 from offload.kernels.int8_linear import Int8Linear
 from offload.kernels.quant_gemm import QuantGemm
 from offload.models.quantized.layer import Filling
+from offload.models.quantized.modules import scratch_bytes
 
 sys.path.append(str(Path(__file__).parents[1] / "behaviour"))
 import exactness
@@ -106,3 +107,14 @@ def test_the_option_is_published_and_read(source: Source, tmp_path: Path) -> Non
     assert (config["format"], group["weights"]["strategy"]) == ("int-quantized", "channel")
     inputs = group["input_activations"]
     assert (inputs["num_bits"], inputs["dynamic"], inputs["strategy"]) == (8, True, "token")
+
+
+def test_nothing_is_made_room_for(source: Source, tmp_path: Path) -> None:
+    """The scratch is that of one module, which the model's own forward may need, not a layer's."""
+    rounded = folders.pack(source("llama"), tmp_path / "rounded", "w8a8")
+    plain = folders.pack(source("llama"), tmp_path / "plain", "int8-channel")
+    peaks = []
+    for out in (rounded, plain):
+        with offload.run(out, device_map="cpu", device="cpu", engine="fused") as model:
+            peaks.append(scratch_bytes(model))
+    assert peaks[0] < 0.5 * peaks[1]

@@ -65,13 +65,13 @@ class QuantisedLayer:
             if not own:
                 continue
             self._offsets[linear] = at
-            at = align(at + sum(_whole(module, name).nbytes for name in linear.weights))
-            if len(own) < len(linear.weights):
-                continue
-            stack = Stack.of(own)
-            if stack is not None:
-                self._stacks[linear] = stack
-            self._adjacent[linear] = stored_together(own)
+            if len(own) == len(linear.weights):
+                stack = Stack.of(own)
+                if stack is not None:
+                    self._stacks[linear] = stack
+                self._adjacent[linear] = stored_together(own)
+            if not self.in_int8(linear):  # else it never stands whole
+                at = align(at + sum(_whole(module, name).nbytes for name in linear.weights))
         self.scratch.need(at, max(weight.beside for weight in self._weights.values()))
 
     @classmethod
@@ -127,6 +127,19 @@ class QuantisedLayer:
             fills.append(own.filler([tensors[f"{prefix}{part}"] for part in own.parts], target))
         return weight, Filling(fills, self.scratch)
 
+    def in_int8(self, linear: LinearSpec) -> bool:
+        """Whether what is multiplied with that product's weight is rounded to int8."""
+        stack = self._stacks.get(linear)
+        if stack is None or linear.transposed:
+            return False
+        dtype = self._weights[linear.weights[0]].placeholder.dtype
+        return not why_not_int8(stack.form, dtype, *stack.shape)
+
+    def nowhere(self, linear: LinearSpec) -> torch.Tensor:
+        """What stands for the weight of a product `in_int8`: shape and dtype without memory."""
+        dtype = self._weights[linear.weights[0]].placeholder.dtype
+        return torch.empty(self._stacks[linear].shape, dtype=dtype, device="meta")
+
     def multiplied_as_it_is(
         self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
     ) -> StoredWeight | None:
@@ -137,8 +150,8 @@ class QuantisedLayer:
         if stack is None:
             return None
         dtype = self._weights[linear.weights[0]].placeholder.dtype
-        if stack.form.inputs == "int8":
-            return None if why_not_int8(stack.form, dtype, *stack.shape) else stack.stored(tensors)
+        if self.in_int8(linear):
+            return stack.stored(tensors)
         if why_not_fused(stack.form, dtype, stack.scale, stack.shape[1]):
             return None
         return stack.stored(tensors)
