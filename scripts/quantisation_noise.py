@@ -3,7 +3,7 @@ with errors of the same size that have nothing to do with rounding.
 
     python scripts/quantisation_noise.py FOLDER TEXT [--formats int8,int4,int4-zp] [--tokens N]
 
-For each format three lines: weights as the format rounds them; the same errors dealt out anew within
+For each format three lines: weights as the format rounds them; the same errors dealt out anew in
 each row; Gaussian noise of the row's error. Where the three are alike, the model cannot bear errors
 of that size, wherever the grid lies.
 """
