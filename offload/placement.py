@@ -23,14 +23,22 @@ from offload.models.quantized.modules import scratch_bytes
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
 from offload.models.spec import ModelSpec
 from offload.planned import plan_run
-from offload.scheduler.plan import LayerSize, Plan, Tier, Workload, auto_plan, fixed_plan
+from offload.scheduler.plan import (
+    CHUNK_BYTES,
+    CHUNKS,
+    LayerSize,
+    Plan,
+    Tier,
+    Workload,
+    auto_plan,
+    fixed_plan,
+)
 from offload.scheduler.planner import Planned
 from offload.sizes import format_size
 
 DEFAULT_PREFETCH = {"cuda": 2, "cpu": 1}
-# Disk requests where the drive was not tuned (`offload bench nvme --tune`): bytes, and in flight.
-CHUNK_BYTES = 8 << 20
-CHUNKS = {"cuda": 16, "cpu": 8}
+# Disk requests in flight where the drive was not tuned (`offload bench nvme --tune`).
+IN_FLIGHT = {"cuda": CHUNKS, "cpu": CHUNKS // 2}
 # Tokens of prompts that stand at once in a layer, where all are too many.
 PREFILL_ROWS = (8192, 4096, 2048, 1024)
 
@@ -66,18 +74,16 @@ def place(
             f"kv_dtype={config.kv_dtype!r} takes the fused engine, and this model runs on "
             f"{engine_reason}"
         )
+    untuned = {"block_size": CHUNK_BYTES, "queue_depth": IN_FLIGHT[config.compute.type]}
+    io = {**untuned, **io}
     if config.goal is None:
         kv_cpu_bytes = _kv_cpu_bytes(network, spec, config, engine_reason)
         plan, rows = _filled(network, parts, spec, kv_cpu_bytes, config, io)
         return Placement(plan, rows, config, kv_cpu_bytes)
     extents = checkpoint.tensors.values() if checkpoint is not None else ()
     files = list(dict.fromkeys(extent.file for extent in extents))
-    requests = {
-        "block_size": io.get("block_size", CHUNK_BYTES),
-        "queue_depth": io.get("queue_depth", CHUNKS[config.compute.type]),
-    }
     budget = memory_budget(config)
-    found = plan_run(network, parts, spec, config, budget, files, home, requests)
+    found = plan_run(network, parts, spec, config, budget, files, home, io)
     kv_cpu_bytes = _kv_cpu_bytes(network, spec, found.config, engine_reason)
     return Placement(found.plan, found.prefill_rows, found.config, kv_cpu_bytes, found.planned)
 
@@ -155,8 +161,8 @@ def _plan(
         # Where the CPU computes, the budget is one of weights.
         kv_cpu_bytes=0 if kind == "cpu" else kv_cpu_bytes,
         depth=config.prefetch or DEFAULT_PREFETCH[kind],
-        max_chunk_bytes=io.get("block_size", CHUNK_BYTES),
-        max_chunks=io.get("queue_depth", CHUNKS[kind]),
+        max_chunk_bytes=io["block_size"],
+        max_chunks=io["queue_depth"],
     )
     budget = memory_budget(config)
     if not config.tiers:

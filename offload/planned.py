@@ -26,7 +26,7 @@ from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.footprint import Footprint, weights_of
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
-from offload.scheduler.plan import Budget, LayerSize, Plan, Workload, fixed_plan
+from offload.scheduler.plan import Budget, LayerSize, Plan, Workload, chunk_bytes, fixed_plan
 from offload.scheduler.planner import Planned, plan_job
 from offload.scheduler.setting import Goal
 
@@ -152,8 +152,8 @@ def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, i
     leaves room for what disk reads pass through. What this drive's requests take beyond what plans
     count is not there.
     """
-    chunk = max((layer.slot for layer in model.layers), default=0) // 4 // 4096 * 4096
-    ring = min(io["block_size"], max(4096, chunk)) * io["queue_depth"]
+    largest = max((layer.slot for layer in model.layers), default=0)
+    ring = chunk_bytes(largest, io["block_size"]) * io["queue_depth"]
     counted = weights_of(model, PRECISIONS[weights]).ring
     beyond = max(0, ring - counted)
     if not budget.shared:

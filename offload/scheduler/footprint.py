@@ -9,11 +9,10 @@ from itertools import accumulate
 
 from offload.scheduler.engine import CpuAttention
 from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
-from offload.scheduler.plan import Budget, spread
+from offload.scheduler.plan import CHUNKS, Budget, chunk_bytes, spread
 from offload.scheduler.setting import Job, Setting
 
 SMALL, ALONE, BLOCK_STEP = 1 << 20, 10 << 20, 2 << 20  # of PyTorch's allocator, see `held_by_torch`
-CHUNK_BYTES, CHUNKS = 8 << 20, 16  # of pinned memory that disk reads pass through, at most
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,8 @@ class Weights:
 
     @cached_property
     def ring(self) -> int:
-        """For disk reads: chunks of a quarter of a layer, as `plan` makes them."""
-        chunk = max(self.slot_sizes, default=0) // 4 // 4096 * 4096
-        return min(CHUNK_BYTES, max(4096, chunk)) * CHUNKS
+        """For disk reads."""
+        return chunk_bytes(max(self.slot_sizes, default=0)) * CHUNKS
 
     @cached_property
     def buffer(self) -> int:

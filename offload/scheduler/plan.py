@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from offload.errors import BudgetError
 from offload.sizes import format_size
 
+# Of pinned memory that disk reads pass through: bytes of a request and requests in flight, at most.
+CHUNK_BYTES, CHUNKS = 8 << 20, 16
+
 
 class Tier(str, enum.Enum):
     """Where a layer's weights rest between passes."""
@@ -107,8 +110,8 @@ class Workload:
     outside_bytes: int
     reserve_bytes: int
     depth: int
-    max_chunk_bytes: int = 8 << 20
-    max_chunks: int = 16
+    max_chunk_bytes: int = CHUNK_BYTES
+    max_chunks: int = CHUNKS
     kv_cpu_bytes: int = 0  # that keys and values take in CPU memory
 
 
@@ -207,7 +210,6 @@ def _assemble(
     moving = [s.slot_bytes for s, t in zip(layers, tiers, strict=True) if t is not Tier.DEVICE]
     depth = min(depth, max(0, len(moving) - 1))
     largest = max((s.slot_bytes for s in layers), default=0)
-    chunk = min(work.max_chunk_bytes, max(1, largest // 4 // 4096) * 4096)
     notes: tuple[str, ...] = ()
     if moving and depth < min(work.depth, len(moving) - 1):
         notes = (
@@ -220,7 +222,7 @@ def _assemble(
         tiers=tuple(tiers),
         slots=depth + 1 if moving else 0,
         depth=depth,
-        chunk_bytes=chunk,
+        chunk_bytes=chunk_bytes(largest, work.max_chunk_bytes),
         chunks=work.max_chunks,
         outside_bytes=work.outside_bytes,
         reserve_bytes=work.reserve_bytes,
@@ -228,6 +230,13 @@ def _assemble(
         notes=notes,
         kv_cpu_bytes=work.kv_cpu_bytes,
     )
+
+
+def chunk_bytes(largest: int, most: int = CHUNK_BYTES) -> int:
+    """Bytes of a disk request where the largest layer takes `largest` in a slot: a quarter of that
+    in whole blocks of 4 KiB, so that its first bytes move on while others are read.
+    """
+    return min(most, max(1, largest // 4 // 4096) * 4096)
 
 
 def _device_limit(budget: Budget) -> int:
