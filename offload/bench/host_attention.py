@@ -204,7 +204,8 @@ def _calls(shape: Shape, caches: torch.Tensor, options: dict[str, Any]) -> list[
     options["length"] = torch.full((shape.sequences,), shape.tokens, dtype=torch.int32)
     if caches.dtype == torch.int8:
         for name in ("key_scales", "value_scales"):
-            options[name] = torch.rand(shape.sequences, shape.kv_heads, shape.tokens)
+            # Of values about as large as those of other dtypes.
+            options[name] = torch.rand(shape.sequences, shape.kv_heads, shape.tokens) / 15
     return [
         HostAttention(query, keys, values, torch.empty_like(query), **options)
         for keys, values in caches

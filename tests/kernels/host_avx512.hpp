@@ -64,6 +64,11 @@ inline emulated_m512i cvtepi8_epi32(__m128i bytes) {
                                 _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
 }
 
+inline emulated_m512i srli_epi32(emulated_m512i v, int by) {
+    Array<uint32_t, 16> lanes = as<Array<uint32_t, 16>>(v);
+    for (uint32_t& lane : lanes.at) lane >>= by;
+    return as<emulated_m512i>(lanes);
+}
 inline emulated_m512i slli_epi32(emulated_m512i v, int by) {
     Array<uint32_t, 16> lanes = as<Array<uint32_t, 16>>(v);
     for (uint32_t& lane : lanes.at) lane <<= by;

@@ -57,7 +57,8 @@ void store_output(const Job& job, const Item& item, int query, const float* sums
         for (int d = 0; d < c.head_dim; d++) halves[d] = bf16_of_float(sums[d] * factor);
 }
 
-// Products of the query become weights of the values, tops and totals.
+// Products of the query become weights of the values, tops and totals; code_scales become the
+// largest weights where values have scales.
 void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
     const OffloadHostAttention& c = job.call;
     const int columns = item.end - item.begin;
@@ -87,18 +88,22 @@ void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
         for (int i = 0; i < kLanes; i++) most = top[i] > most ? top[i] : most;
         const float zero = most == -INFINITY ? 0 : most;
         V total = {};
+        I largest = {};
         for (int64_t t = 0; t < padded; t += kLanes) {
             if (t % 16 == 0) ahead.pass(w.weights_time);
             V weight = exponential(Simd::load(scores + t) - zero);
             total += weight;
-            if (item.value_scales != nullptr)
+            if (item.value_scales != nullptr) {
                 weight *= t + kLanes <= columns
                               ? Simd::load(item.value_scales + t)
                               : load_some<F32>(item.value_scales + t, int(columns - t));
+                largest = larger(largest, weight);
+            }
             store(scores + t, weight);
         }
         w.tops()[g] = most;
         w.totals()[g] = Simd::sum(total);
+        w.code_scales[g] = largest_of(largest);
     }
 }
 
@@ -123,6 +128,7 @@ void weigh_plainly(const Job& job, const Item& item, const Work& w, Ahead& ahead
                 score *= scale_of(item.key_scales, t);
                 store(scores + t, score);
             }
+            ahead.pass(w.weights_time / 2);
             if (t + kLanes > columns) score = lane < float(columns - t) ? score : all(-INFINITY);
             top = score > top ? score : top;
         }
@@ -130,16 +136,21 @@ void weigh_plainly(const Job& job, const Item& item, const Work& w, Ahead& ahead
         for (int i = 0; i < kLanes; i++) most = top[i] > most ? top[i] : most;
         const float zero = most == -INFINITY ? 0 : most * to_exponent;
         V total = {};
+        I largest = {};
         for (int t = 0; t < columns; t += kLanes) {
-            ahead.pass(w.weights_time);
+            ahead.pass(w.weights_time / 2);
             V weight = Simd::exp2_of(Simd::load(scores + t) * to_exponent - zero);
             if (t + kLanes > columns) weight = lane < float(columns - t) ? weight : V{};
             total += weight;
-            if (item.value_scales != nullptr) weight *= scale_of(item.value_scales, t);
+            if (item.value_scales != nullptr) {
+                weight *= scale_of(item.value_scales, t);
+                largest = larger(largest, weight);
+            }
             store(scores + t, weight);
         }
         w.tops()[g] = most * scale;
         w.totals()[g] = Simd::sum(total);
+        w.code_scales[g] = largest_of(largest);
     }
 }
 #endif

@@ -13,31 +13,31 @@ constexpr int kWide = 4 * kLanes;         // bytes of a vector
 constexpr float kMostCode = 127 * 256;    // high and low are bytes with a sign
 constexpr int32_t kMostSummed = 1 << 15;  // columns: sums of 255 * 128 each fit 31 bits
 
-// `count` floats as codes with zeros behind them, to a multiple of kWide; low ones lie `apart`
-// bytes behind high ones. Returns what a code of 1 stands for: NaN if one of them is.
-inline float encode(const float* from, int count, int8_t* to, int64_t apart) {
-    V lane, largest = {}, broken = {};
+// `count` floats, of which `largest` is the largest magnitude, as codes with zeros behind them, to
+// a multiple of kWide; low ones lie `apart` bytes behind high ones. Returns what a code of 1 stands
+// for: NaN if `largest` is no number, or infinite.
+inline float encode(const float* from, int count, float largest, int8_t* to, int64_t apart) {
+    V lane;
     for (int i = 0; i < kLanes; i++) lane[i] = float(i);
-    const auto load = [&](int d) {
-        const V x = Simd::load(from + d);
-        return d + kLanes <= count ? x : lane < float(count - d) ? x : V{};
-    };
-    for (int d = 0; d < count; d += kLanes) {
-        const V x = load(d), size = x < 0.0f ? -x : x;
-        largest = size > largest ? size : largest;
-        broken += x - x;  // NaN from infinity or NaN on
-    }
-    float most = 0;
-    for (int i = 0; i < kLanes; i++) most = largest[i] > most ? largest[i] : most;
-    const float factor = most > 0 ? kMostCode / most : 0;
+    const float factor = largest > 0 ? kMostCode / largest : 0;
     for (int d = 0; d < count; d += kWide) {
         V some[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++)
-            some[i] = d + i * kLanes < count ? load(d + i * kLanes) * factor : V{};
+        for (int i = 0; i < 4; i++) {
+            const int left = count - d - i * kLanes;
+            some[i] = left > 0 ? Simd::load(from + d + i * kLanes) * factor : V{};
+            if (left < kLanes) some[i] = lane < float(left) ? some[i] : V{};
+        }
         Simd::store_codes(some, to + d, to + apart + d);
     }
-    return (most > 0 ? most / kMostCode : 1) + Simd::sum(broken);
+    return largest == 0 ? 1 : largest / kMostCode + (largest - largest);
+}
+
+// The same of floats that have zeros behind them, to a multiple of kLanes.
+inline float encode(const float* from, int count, int8_t* to, int64_t apart) {
+    I largest = {};
+    for (int d = 0; d < count; d += kLanes) largest = larger(largest, Simd::load(from + d));
+    return encode(from, count, largest_of(largest), to, apart);
 }
 
 // sums[g][r] (+)= q_g . row r over N vectors from element d on, the last of `some` elements, lane
@@ -80,8 +80,8 @@ struct Integers {
     }
     static void begin_values(const Work& w, int columns) {
         for (int g = 0; g < w.group; g++) {
-            w.code_scales[g] = encode(w.scores + g * w.padded_columns, columns, weights_of(w, g),
-                                      offload_host::kBlock * w.padded_columns);
+            w.code_scales[g] = encode(w.scores + g * w.padded_columns, columns, w.code_scales[g],
+                                      weights_of(w, g), offload_host::kBlock * w.padded_columns);
             int32_t* const raw = raw_of(w, g);
             __builtin_memset(raw, 0, size_t(w.wide_dim) * 4);
             __builtin_memset(raw + offload_host::kBlock * w.wide_dim, 0, size_t(w.wide_dim) * 4);

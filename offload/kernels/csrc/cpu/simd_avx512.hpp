@@ -72,9 +72,6 @@ struct Simd {
         rows[2] = _mm512_unpacklo_epi16(b, d);
         rows[3] = _mm512_unpackhi_epi16(b, d);
     }
-    // Of each 128 bits of two rows of sixteen-bit elements, the first or the last four and four.
-    static P low_halves(P a, P b) { return _mm512_unpacklo_epi16(a, b); }
-    static P high_halves(P a, P b) { return _mm512_unpackhi_epi16(a, b); }
     static V join(const float* low, const float* high) {  // eight of each
         return (V)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)),
                                      _mm256_loadu_ps(high), 1);
@@ -140,26 +137,30 @@ struct Simd {
         store_bytes(reinterpret_cast<char*>(high), _mm512_permutexvar_epi32((__m512i)order, highs));
         store_bytes(reinterpret_cast<char*>(low), _mm512_permutexvar_epi32((__m512i)order, lows));
     }
-    // As two bf16, what is cut off the first and then of that: word i has those of a[i] and b[i].
-    static void store_pieces(V a, V b, char* high, char* low) {
-        const I mask = I{} + int32_t(0xffff0000);
-        const I a_top = (I)a & mask, b_top = (I)b & mask;
-        const I a_rest = (I)(a - (V)a_top), b_rest = (I)(b - (V)b_top);
-        store_bytes(high, (P)((a_top >> 16 & 0xffff) | b_top));
-        store_bytes(low, (P)((a_rest >> 16 & 0xffff) | (b_rest & mask)));
+    // As two bf16, what is cut off the first and then of that, `apart` bytes behind it: in words of
+    // which they are the first half, and in others of which they are the second. Zeros beside them.
+    static void store_pieces(V v, char* first, char* second, int64_t apart) {
+        const __m512i top = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(int(0xffff0000)));
+        const __m512i rest = (__m512i)(v - (V)top);
+        store_bytes(first, _mm512_srli_epi32((__m512i)v, 16));
+        store_bytes(first + apart, _mm512_srli_epi32(rest, 16));
+        store_bytes(second, top);
+        store_bytes(second + apart, _mm512_and_si512(rest, _mm512_set1_epi32(int(0xffff0000))));
     }
 #endif
-    // 2^x to about 2^-22 of it, zero below -150; NaN stays NaN. The polynomial is 2^x on [-1/2,
-    // 1/2] at Chebyshev's points.
+    // 2^x to about 2^-22 of it, zero below -100; NaN stays NaN. The polynomial is 2^x on [-1/2,
+    // 1/2] at Chebyshev's points. Numbers too small to be normal, which no sum beside 1 has digits
+    // for, would take processors a hundred cycles each.
     static V exp2_of(V x) {
-        const __m512 inside = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);
+        const __m512 inside = _mm512_max_ps(_mm512_set1_ps(-101.0f), (__m512)x);
         const V n = (V)_mm512_roundscale_ps(inside, 0), r = (V)inside - n;
         V y = r * 1.339086336e-03f + 9.676031918e-03f;
         y = y * r + 5.550357114e-02f;
         y = y * r + 2.402210749e-01f;
         y = y * r + 6.931471880e-01f;
         y = y * r + 1.000000075e+00f;
-        return (V)_mm512_scalef_ps((__m512)y, (__m512)n);
+        const V power = (V)_mm512_scalef_ps((__m512)y, (__m512)n);
+        return x < -100.0f ? V{} : power;
     }
     static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register
     static float sum(V v) {

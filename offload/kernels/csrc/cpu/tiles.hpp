@@ -2,8 +2,11 @@
 //
 // For keys a tile of sixteen rows of the cache, as they lie, is multiplied with eight queries, each
 // as a high and a low piece: sixteen columns. For values the weights are the rows, eight high ones
-// and eight low ones, and the cache's rows are made columns: two of bf16 or four of int8 next to
-// each other, by shuffles on the way through L1.
+// and eight low ones. Where a product wants two rows of bf16 next to each other, rows of the cache
+// have two elements of one: so weights stand once beside a zero and once behind one, for even
+// elements and for odd ones, which doubles products and leaves the cache as it lies. (NaN or
+// infinity in one of two elements thereby makes both sums NaN.) Bytes would
+// want four times the products: their rows are made columns by shuffles on the way through L1.
 #pragma once
 #include "integers.hpp"
 
@@ -40,18 +43,20 @@ struct WholeTiles {  // of int8, with codes of 16 bits
     typedef int8_t T;
     typedef I Sums;
     static constexpr int columns = 64;  // of a tile of weights
+    static constexpr int together = 256;
     static constexpr Costs costs = {5, 6, 1600};
-    static float encode(const float* from, int count, char* to, int64_t apart) {
-        return ::encode(from, count, reinterpret_cast<int8_t*>(to), apart);
-    }
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
-        return encode(from, count, to, apart);
+        return encode(from, count, reinterpret_cast<int8_t*>(to), apart);
     }
-    static int row_of(int k, int i) { return 4 * k + i; }  // that is byte i of word k
     static V scores(I high, I low) { return Simd::to_float((high << 8) + low); }
-    static float sum(int32_t high, int32_t low) { return 256.0f * float(high) + float(low); }
-    // Where of 64 sums that of element `d` is.
-    static int place(int d) { return d / 4 % 4 * 16 + d / 16 * 4; }
+    // 64 sums, from the order in which Simd::interleave has elements.
+    static void put_sums(const int32_t* high, const int32_t* low, float scale, float* sums) {
+        for (int d = 0; d < kChunkDims; d += 4) {
+            const int from = d / 4 % 4 * 16 + d / 16 * 4;
+            for (int i = 0; i < 4; i++)
+                sums[d + i] = (256.0f * float(high[from + i]) + float(low[from + i])) * scale;
+        }
+    }
     // Four rows make a row of four tiles.
     static void interleave(const char* const (&rows)[4], char* to) {
         Simd::P block[4];
@@ -67,19 +72,9 @@ struct WholeTiles {  // of int8, with codes of 16 bits
 struct HalfTiles {  // of bf16, with pieces of bf16
     typedef uint16_t T;
     typedef V Sums;
-    static constexpr int columns = 32;
-    static constexpr Costs costs = {5, 6, 1200};
-    static float encode(const float* from, int count, char* to, int64_t apart) {
-        V lane;
-        for (int i = 0; i < kLanes; i++) lane[i] = float(i);
-        const auto load = [&](int d) {
-            if (d + kLanes <= count) return Simd::load(from + d);
-            return d >= count ? V{} : lane < float(count - d) ? Simd::load(from + d) : V{};
-        };
-        for (int d = 0; d < count; d += columns)
-            Simd::store_pieces(load(d), load(d + kLanes), to + 2 * d, to + apart + 2 * d);
-        return 1;
-    }
+    static constexpr int columns = 16;
+    static constexpr int together = 128;
+    static constexpr Costs costs = {5, 7, 1600};
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
         uint16_t* const high = reinterpret_cast<uint16_t*>(to);
         uint16_t* const low = reinterpret_cast<uint16_t*>(to + apart);
@@ -91,19 +86,14 @@ struct HalfTiles {  // of bf16, with pieces of bf16
         }
         return 1;
     }
-    static int row_of(int k, int i) { return k + 16 * i; }  // that is half i of word k
     static V scores(V high, V low) { return high + low; }
-    static float sum(float high, float low) { return high + low; }
-    static int place(int d) { return d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4; }
-    // Two rows make a row of four tiles.
-    static void interleave(const char* const (&rows)[2], char* to) {
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            const Simd::P a = Simd::load_bytes(reinterpret_cast<const int8_t*>(rows[0]) + i * 64);
-            const Simd::P b = Simd::load_bytes(reinterpret_cast<const int8_t*>(rows[1]) + i * 64);
-            Simd::store_bytes(to + 2 * i * kTileBytes, Simd::low_halves(a, b));
-            Simd::store_bytes(to + (2 * i + 1) * kTileBytes, Simd::high_halves(a, b));
-        }
+    // 64 sums: of 32 elements the even ones, then the odd ones.
+    static void put_sums(const float* high, const float* low, float, float* sums) {
+        for (int d = 0; d < kChunkDims; d += 32)
+            for (int i = 0; i < 16; i++) {
+                sums[d + 2 * i] = high[d + i] + low[d + i];
+                sums[d + 2 * i + 1] = high[d + 16 + i] + low[d + 16 + i];
+            }
     }
 };
 
@@ -112,9 +102,9 @@ struct Tiles {
     typedef typename Form::T T;
     typedef typename Form::Sums Sums;
     static constexpr int kBytes = sizeof(T);
-    static constexpr int kColumns = Form::columns;  // of a tile of weights
-    static constexpr int kRowsOfOne = 4 / kBytes;   // of the cache, in a tile's row
-    static constexpr int kTogether = 4 * kColumns;  // columns that are made tiles at once
+    static constexpr int kColumns = Form::columns;    // of a tile of weights
+    static constexpr int kRowsOfOne = 4 / kBytes;     // of the cache, in a tile's row
+    static constexpr int kTogether = Form::together;  // columns whose tiles are there at once
     static constexpr Costs costs = Form::costs;
 
     static int turns(const Work& w) { return blocks(w); }
@@ -172,17 +162,24 @@ struct Tiles {
         const int64_t row_bytes = w.padded_columns * kBytes;
         for (int g = 0; g < w.group; g++) {
             char* const row = reinterpret_cast<char*>(w.weights) + row_of(g) * row_bytes;
-            w.code_scales[g] =
-                Form::encode(w.scores + g * w.padded_columns, columns, row, kBlock * row_bytes);
+            if constexpr (kBytes == 1)
+                w.code_scales[g] =
+                    encode(w.scores + g * w.padded_columns, columns, w.code_scales[g],
+                           reinterpret_cast<int8_t*>(row), kBlock * row_bytes);
         }
         __builtin_memset(w.raw, 0, size_t(blocks(w)) * kBlockRows * w.wide_dim * 4);
     }
 
     static void read_values(const Work& w, const T* values, int columns, Ahead& ahead) {
-        for (int t = 0; t < columns; t += kTogether)
-            for (int d = 0; d < w.dim; d += kChunkDims)
-                add_values(w, values + int64_t(t) * w.dim + d, t,
-                           columns - t < kTogether ? columns - t : kTogether, d, ahead);
+        for (int t = 0; t < columns; t += kTogether) {
+            const T* const rows = values + int64_t(t) * w.dim;
+            const int count = columns - t < kTogether ? columns - t : kTogether;
+            if constexpr (kBytes == 1)
+                for (int d = 0; d < w.dim; d += kChunkDims)
+                    add_values(w, rows + d, t, count, d, ahead);
+            else
+                add_halves(w, reinterpret_cast<const char*>(rows), t, count, ahead);
+        }
     }
 
     static void end_values(const Work& w, int) {
@@ -191,11 +188,8 @@ struct Tiles {
             const Sum* const high = reinterpret_cast<Sum*>(w.raw) + row_of(g) * w.wide_dim;
             const Sum* const low = high + int64_t(kBlock) * w.wide_dim;
             float* const sums = w.sums + int64_t(g) * w.padded_dim;
-            for (int d = 0; d < w.dim; d += 4) {
-                const int from = d - d % kChunkDims + Form::place(d % kChunkDims);
-                for (int i = 0; i < 4; i++)
-                    sums[d + i] = Form::sum(high[from + i], low[from + i]) * w.code_scales[g];
-            }
+            for (int d = 0; d < w.dim; d += kChunkDims)
+                Form::put_sums(high + d, low + d, w.code_scales[g], sums + d);
         }
     }
 
@@ -275,6 +269,69 @@ struct Tiles {
             if (i < count) store(scores + i * w.padded_columns, rows[i]);
     }
 
+    // Of `count` columns from t on, the weights of block b's queries as tiles, two for sixteen.
+    static void spread_weights(const Work& w, int b, int t, int count) {
+        for (int g = 0; g < kBlock; g++) {
+            char* to = w.tiles + g * kTileRow;
+            const int query = b * kBlock + g;
+            const float* const weights = w.scores + query * w.padded_columns + t;
+            for (int r = 0; r < count; r += 16, to += 2 * kTileBytes)
+                Simd::store_pieces(query < w.group ? Simd::load(weights + r) : V{}, to,
+                                   to + kTileBytes, kBlock * kTileRow);
+        }
+    }
+
+    // Of `count` columns from t on, all elements.
+    OFFLOAD_APART static void add_halves(const Work& w, const char* rows, int t, int count,
+                                         Ahead& ahead) {
+        const int64_t row_bytes = int64_t(w.dim) * 2, raw_bytes = int64_t(w.wide_dim) * 4;
+        const int64_t time = w.value_time * 8 * kChunkDims / w.dim / blocks(w);
+        for (int b = 0; b < blocks(w); b++) {
+            spread_weights(w, b, t, count);
+            for (int64_t d = 0; d < w.dim; d += kChunkDims) {
+                char* const raw =
+                    reinterpret_cast<char*>(w.raw) + b * kBlockRows * raw_bytes + d * 4;
+                written();
+                _tile_loadd(0, raw, raw_bytes);
+                _tile_loadd(1, raw + 64, raw_bytes);
+                _tile_loadd(2, raw + 128, raw_bytes);
+                _tile_loadd(3, raw + 192, raw_bytes);
+                const char* weights = w.tiles;
+                int r = 0;
+                for (; r + 16 <= count; r += 16, weights += 2 * kTileBytes) {
+                    ahead.pass(time);
+                    add_tiles(weights, rows + r * row_bytes + d * 2, row_bytes);
+                    ahead.pass(time);
+                }
+                if (r < count) {  // what lies behind them may be anything
+                    alignas(64) char some[16 * 2 * kTileRow] = {};
+                    for (int i = 0; r + i < count; i++)
+                        __builtin_memcpy(some + i * 2 * kTileRow,
+                                         rows + (r + i) * row_bytes + d * 2, 2 * kTileRow);
+                    written();
+                    add_tiles(weights, some, 2 * kTileRow);
+                    written();
+                }
+                _tile_stored(0, raw, raw_bytes);
+                _tile_stored(1, raw + 64, raw_bytes);
+                _tile_stored(2, raw + 128, raw_bytes);
+                _tile_stored(3, raw + 192, raw_bytes);
+            }
+        }
+    }
+
+    // Sixteen columns, 64 elements.
+    static inline void add_tiles(const char* weights, const char* rows, int64_t row_bytes) {
+        _tile_loadd(4, weights, kTileRow);
+        _tile_loadd(6, rows, row_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, weights + kTileBytes, kTileRow);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(7, rows + kTileRow, row_bytes);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+
     // Of `count` columns from t on, elements d to d + kChunkDims: tiles of them, then products.
     OFFLOAD_APART static void add_values(const Work& w, const T* values, int t, int count, int d,
                                          Ahead& ahead) {
@@ -282,16 +339,15 @@ struct Tiles {
         for (int r = 0; r < count; r += kColumns) {
             char* const to = w.tiles + r / kColumns * 4 * kTileBytes;
             for (int k = 0; k < 16; k++) {
+                const int row = r + kRowsOfOne * k;
                 const char* rows[kRowsOfOne];
 #pragma GCC unroll 4
-                for (int i = 0; i < kRowsOfOne; i++) {
-                    const int row = r + Form::row_of(k, i);
-                    rows[i] = kZeroRow;
-                    if (row < count) {
-                        rows[i] = reinterpret_cast<const char*>(values + int64_t(row) * w.dim);
-                        ahead.pass(time);
-                    }
-                }
+                for (int i = 0; i < kRowsOfOne; i++)
+                    rows[i] = reinterpret_cast<const char*>(values + int64_t(row + i) * w.dim);
+                if (row + kRowsOfOne > count)
+                    for (int i = 0; i < kRowsOfOne; i++)
+                        if (row + i >= count) rows[i] = kZeroRow;
+                if (row < count) ahead.pass(kRowsOfOne * time);
                 Form::interleave(rows, to + k * kTileRow);
             }
         }
@@ -311,22 +367,12 @@ struct Tiles {
                 _tile_loadd(4, weights + r * kBytes, weights_bytes);
                 _tile_loadd(5, tiles, kTileRow);
                 _tile_loadd(6, tiles + kTileBytes, kTileRow);
-                if constexpr (kBytes == 1) {
-                    _tile_dpbssd(0, 4, 5);
-                    _tile_dpbssd(1, 4, 6);
-                } else {
-                    _tile_dpbf16ps(0, 4, 5);
-                    _tile_dpbf16ps(1, 4, 6);
-                }
+                _tile_dpbssd(0, 4, 5);
+                _tile_dpbssd(1, 4, 6);
                 _tile_loadd(7, tiles + 2 * kTileBytes, kTileRow);
                 _tile_loadd(5, tiles + 3 * kTileBytes, kTileRow);
-                if constexpr (kBytes == 1) {
-                    _tile_dpbssd(2, 4, 7);
-                    _tile_dpbssd(3, 4, 5);
-                } else {
-                    _tile_dpbf16ps(2, 4, 7);
-                    _tile_dpbf16ps(3, 4, 5);
-                }
+                _tile_dpbssd(2, 4, 7);
+                _tile_dpbssd(3, 4, 5);
             }
             _tile_stored(0, raw, raw_bytes);
             _tile_stored(1, raw + 64, raw_bytes);

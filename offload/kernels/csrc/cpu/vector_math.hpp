@@ -40,6 +40,19 @@ inline V tangent(V x) {  // hyperbolic
     return size < 0.625f ? small : x < 0.0f ? -large : large;
 }
 
+// The bits of the larger magnitudes, NaN being larger than any; and the largest of them.
+inline I larger(I sizes, V v) {
+    const I others = (I)v & 0x7fffffff;
+    return others > sizes ? others : sizes;
+}
+inline float largest_of(I sizes) {
+    int32_t largest = 0;
+    for (int i = 0; i < kLanes; i++) largest = sizes[i] > largest ? sizes[i] : largest;
+    float value;
+    __builtin_memcpy(&value, &largest, sizeof value);
+    return value;
+}
+
 inline float exponential_of(float x) { return exponential(all(x))[0]; }
 
 }  // namespace

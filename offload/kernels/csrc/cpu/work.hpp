@@ -17,7 +17,8 @@ struct Work {
     int64_t key_time, value_time, weights_time;  // of a row, of sixteen scores (see Costs)
 
     float* queries;      // [group, padded_dim]
-    float* code_scales;  // [group]: what the products give, times this, is a score (then: a sum)
+    float* code_scales;  // [group]: what the products give, times this, is a score (then: a sum);
+                         // between them, the largest weight
     uint16_t* codes;     // the queries as the products want them: [blocks, kBlockRows, wide_dim]
     float* sums;         // [group, padded_dim], tops [group], totals [group]: a part
     float* scores;       // [group, padded_columns], then the weights of the values
