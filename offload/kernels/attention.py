@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.kernels import reference, structs
-from offload.kernels.call import Call, check, dtype_code, pointer
+from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
 from offload.kernels.workspace import Workspace
 
 __all__ = ["DecodeAttention"]
@@ -117,10 +117,10 @@ class DecodeAttention(Call):
             length=pointer(length),
             slopes=pointer(slopes),
             sinks=pointer(sinks),
-            query_batch_stride=_stride(query, 0),
-            query_head_stride=_stride(query, 1),
-            cache_batch_stride=_stride(key_cache, 0),
-            cache_head_stride=_stride(key_cache, 1),
+            query_batch_stride=stride_of(query, 0),
+            query_head_stride=stride_of(query, 1),
+            cache_batch_stride=stride_of(key_cache, 0),
+            cache_head_stride=stride_of(key_cache, 1),
             scale=scale,
             softcap=softcap,
             batch=batch,
@@ -170,11 +170,6 @@ class DecodeAttention(Call):
         self._out.copy_(result)
 
 
-def _stride(tensor: torch.Tensor, dimension: int) -> int:
-    """The stride, 0 where a dimension of size 1 has none that matters."""
-    return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 0
-
-
 def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, query: torch.Tensor) -> None:
     batch, heads, head_dim = query.shape
     if not isinstance(key_cache, torch.Tensor) or key_cache.dim() != 4:
@@ -195,7 +190,7 @@ def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, query: tor
                 f"its strides are {list(cache.stride())}"
             )
     for dimension in (0, 1):
-        if _stride(key_cache, dimension) != _stride(value_cache, dimension):
+        if stride_of(key_cache, dimension) != stride_of(value_cache, dimension):
             raise ValueError(
                 f"{OP}: key_cache and value_cache must have equal strides, not "
                 f"{list(key_cache.stride())} and {list(value_cache.stride())}"

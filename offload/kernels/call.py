@@ -84,6 +84,11 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def stride_of(tensor: torch.Tensor, dimension: int) -> int:
+    """The stride in elements, 0 where a dimension of size 1 has none that matters."""
+    return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 0
+
+
 def dtype_code(op: str, tensor: torch.Tensor) -> int:
     """The library's number for the tensor's dtype."""
     code = structs.DTYPES.get(tensor.dtype)

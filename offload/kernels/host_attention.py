@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.kernels import reference
-from offload.kernels.call import check, pointer
+from offload.kernels.call import check, pointer, stride_of
 from offload.kernels.host_library import (
     CACHE_DTYPES,
     PATHS,
@@ -151,14 +151,14 @@ class HostAttention:
             new_value=pointer(new_value),
             keys=_addresses(self._keys),
             values=_addresses(self._values),
-            head_strides=(c_int64 * batch)(*(_stride(k, 0) for k in self._keys)),
+            head_strides=(c_int64 * batch)(*(stride_of(k, 0) for k in self._keys)),
             capacities=(c_int32 * batch)(*(k.shape[1] for k in self._keys)),
             length=pointer(length),
             start=pointer(start),
             slopes=pointer(slopes),
             sinks=pointer(sinks),
-            query_batch_stride=_stride(query, 0),
-            query_head_stride=_stride(query, 1),
+            query_batch_stride=stride_of(query, 0),
+            query_head_stride=stride_of(query, 1),
             scale=scale,
             softcap=softcap,
             batch=batch,
@@ -179,10 +179,10 @@ class HostAttention:
             key_scales, value_scales = self._scales
             arguments.key_scales = _addresses(key_scales)
             arguments.value_scales = _addresses(value_scales)
-            arguments.scale_strides = (c_int64 * batch)(*(_stride(s, 0) for s in key_scales))
+            arguments.scale_strides = (c_int64 * batch)(*(stride_of(s, 0) for s in key_scales))
         if new_key is not None:
-            arguments.new_batch_stride = _stride(new_key, 0)
-            arguments.new_head_stride = _stride(new_key, 1)
+            arguments.new_batch_stride = stride_of(new_key, 0)
+            arguments.new_head_stride = stride_of(new_key, 1)
         self.arguments = arguments
         self._job = self._library.job_create()
         # A call that is dropped while it runs keeps its tensors until it is done.
@@ -264,11 +264,6 @@ def _drop(library: HostLibrary, job: int, pool: HostPool, *kept: Any) -> None:
     library.job_destroy(job)
 
 
-def _stride(tensor: torch.Tensor, dimension: int) -> int:
-    """The stride, 0 where a dimension of size 1 has none that matters."""
-    return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 0
-
-
 def _addresses(tensors: Sequence[torch.Tensor]) -> Any:
     return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
@@ -321,7 +316,7 @@ def _check_caches(
                     f"{OP}: the columns of {name}[{b}] must lie next to each other ({head_dim} "
                     f"elements); its strides are {list(cache.stride())}"
                 )
-        if _stride(pair[0], 0) != _stride(pair[1], 0):
+        if stride_of(pair[0], 0) != stride_of(pair[1], 0):
             raise ValueError(
                 f"{OP}: keys[{b}] and values[{b}] must have equal strides, not "
                 f"{list(pair[0].stride())} and {list(pair[1].stride())}"
@@ -353,7 +348,7 @@ def _check_scales(
             shape = tuple(cache.shape[:2])
             check(OP, f"{name}[{b}]", tensor, shape, cache, dtype=torch.float32, contiguous=False)
     for b, (of_keys, of_values) in enumerate(zip(*scales, strict=True)):
-        if _stride(of_keys, 0) != _stride(of_values, 0):
+        if stride_of(of_keys, 0) != stride_of(of_values, 0):
             raise ValueError(
                 f"{OP}: key_scales[{b}] and value_scales[{b}] must have equal strides, not "
                 f"{list(of_keys.stride())} and {list(of_values.stride())}"
@@ -375,7 +370,7 @@ def _check_new(
     shape = (query.shape[0], kv_heads, query.shape[2])
     for name, tensor in (("new_key", new_key), ("new_value", new_value)):
         check(OP, name, tensor, shape, query, contiguous=False)
-    if any(_stride(new_key, d) != _stride(new_value, d) for d in (0, 1)):
+    if any(stride_of(new_key, d) != stride_of(new_value, d) for d in (0, 1)):
         raise ValueError(
             f"{OP}: new_key and new_value must have equal strides, not {list(new_key.stride())} "
             f"and {list(new_value.stride())}"

@@ -8,7 +8,7 @@ import torch
 
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
-from offload.kernels.call import Call, check, dtype_code, pointer
+from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
 from offload.kernels.norm import Norm, norm_struct
 from offload.kernels.qkv import QkvLayout
 
@@ -95,11 +95,11 @@ class RotaryAppend(Call):
             v_offset=layout.v_offset,
             q_group_stride=layout.q_group_stride,
             kv_group_stride=layout.kv_group_stride,
-            query_batch_stride=_stride(query, 0),
-            query_token_stride=_stride(query, 1),
-            query_head_stride=_stride(query, 2),
-            cache_batch_stride=_stride(key_cache, 0),
-            cache_head_stride=_stride(key_cache, 1),
+            query_batch_stride=stride_of(query, 0),
+            query_token_stride=stride_of(query, 1),
+            query_head_stride=stride_of(query, 2),
+            cache_batch_stride=stride_of(key_cache, 0),
+            cache_head_stride=stride_of(key_cache, 1),
             rotary_batch_stride=rotary_stride,
             column_stride=0 if column.shape[0] == 1 else 1,
             cache_capacity=key_cache.shape[2],
@@ -130,11 +130,6 @@ class RotaryAppend(Call):
 
     def _reference(self) -> None:
         self._query.copy_(reference.rotary_append(self._qkv, **self._options))
-
-
-def _stride(tensor: torch.Tensor, dimension: int) -> int:
-    """The stride, 0 where a dimension of size 1 has none that matters."""
-    return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 0
 
 
 def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
@@ -172,7 +167,7 @@ def _check_caches(
             )
         _check_no_overlap(name, cache)
     for dimension in (0, 1):
-        if _stride(key_cache, dimension) != _stride(value_cache, dimension):
+        if stride_of(key_cache, dimension) != stride_of(value_cache, dimension):
             raise ValueError(
                 f"{OP}: key_cache and value_cache must have equal strides, not "
                 f"{list(key_cache.stride())} and {list(value_cache.stride())}"
@@ -210,9 +205,9 @@ def _check_rotary(
                 f"{OP}: the tokens' angles in {name} must lie next to each other; its strides are "
                 f"{list(table.stride())}"
             )
-    if _stride(cos, 0) != _stride(sin, 0):
+    if stride_of(cos, 0) != stride_of(sin, 0):
         raise ValueError(
             f"{OP}: cos and sin must have equal strides, not {list(cos.stride())} and "
             f"{list(sin.stride())}"
         )
-    return half, _stride(cos, 0)
+    return half, stride_of(cos, 0)
