@@ -42,6 +42,19 @@ class _Arguments:
     def rows(self) -> int:
         return self.input.numel() // self.input.shape[-1]
 
+    def on_cpu(self, stream: int) -> None:
+        """By the reference."""
+        result = reference.linear(
+            self.input,
+            self.weight.t() if self.transposed else self.weight,
+            bias=self.bias,
+            residual=self.residual,
+            norm=self.norm,
+            activation=self.activation,
+            gated=self.gated,
+        )
+        self.out.copy_(result)
+
 
 class Linear(CompositeCall):
     """out = act(norm(input) @ weight.T + bias) + residual, with a gate act(gate) * up + residual,
@@ -82,7 +95,7 @@ class Linear(CompositeCall):
         )
         self.choice = choice
         if input.device.type != "cuda" or not asked.rows:
-            self._launches = (self._on_cpu,)
+            self._launches = (asked.on_cpu,)  # which does not hold this call: no cycle
             return
         workspace = workspace or Workspace(input.device)
         if choice is None:
@@ -93,19 +106,6 @@ class Linear(CompositeCall):
                 f"not {choice.way!r}"
             )
         self._launches = _launches(asked, choice, workspace)
-
-    def _on_cpu(self, stream: int) -> None:
-        asked = self._arguments
-        result = reference.linear(
-            asked.input,
-            asked.weight.t() if asked.transposed else asked.weight,
-            bias=asked.bias,
-            residual=asked.residual,
-            norm=asked.norm,
-            activation=asked.activation,
-            gated=asked.gated,
-        )
-        asked.out.copy_(result)
 
 
 def choose(asked: _Arguments) -> Choice:

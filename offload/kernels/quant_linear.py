@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class QuantLinear(CompositeCall):
             self.choice = _choose(asked)
         self.fused = self.choice.way == "own"
         if not on_gpu:
-            self._launches = (self._on_cpu,)
+            self._launches = (partial(_on_cpu, asked, self._shape),)  # no cycle with this call
             return
         if not self.fused and scratch is None:
             scratch = torch.empty(self._shape, dtype=input.dtype, device=input.device)
@@ -104,10 +105,6 @@ class QuantLinear(CompositeCall):
             return "input and codes do not lie at multiples of 16 bytes"
         return why_not_fused(form, input.dtype, stored[form.scale_name].dtype, depth)
 
-    def _on_cpu(self, stream: int) -> None:
-        weight = dequantise(self._form, self._stored, self._shape, self._input.dtype)
-        self._out.copy_(reference.linear(self._input, weight, norm=None, **self._after))
-
 
 @dataclass(frozen=True)
 class _Asked:
@@ -119,6 +116,11 @@ class _Asked:
     out: torch.Tensor
     after: dict[str, Any]
     early: bool
+
+
+def _on_cpu(asked: _Asked, shape: tuple[int, ...], stream: int) -> None:
+    weight = dequantise(asked.form, asked.stored, shape, asked.input.dtype)
+    asked.out.copy_(reference.linear(asked.input, weight, norm=None, **asked.after))
 
 
 def _launches(
