@@ -62,6 +62,7 @@ class FusedEngine(NotCopied):
         self.unserved: Counter[str] = Counter()
         self.graph_problem: str | None = None
         self._device = device
+        self._owner = owner
         self._stream = owner.stream
         self._holder: Any = parts.model.get_submodule(spec.holder)
         with torch.inference_mode(False), torch.no_grad():
@@ -317,7 +318,7 @@ class FusedEngine(NotCopied):
 
     def _told(self, first: int, last: int) -> AbstractContextManager[None]:
         """Tells a trace of resident layers that are issued; of streamed ones the stream does."""
-        trace = self.cpu_work.trace()
+        trace = self._owner.trace
         if trace is None or self._layers.layers[first].streamed:
             return nullcontext()
         return trace.layers(first, last)
