@@ -201,7 +201,11 @@ def test_passes_of_a_model(
     ids = torch.tensor([[5, 6, 7]], device=device)
     file = tmp_path / "trace.json"
     with offload.run(
-        variant_folder("llama"), device_map=where, device=device, engine=engine
+        variant_folder("llama"),
+        device_map=where,
+        device=device,
+        engine=engine,
+        prefetch=1,  # with a slot for each of the three layers none would be loaded twice
     ) as model:
         model.offload.wait_loaded()
         plain = model.generate(ids, max_new_tokens=4, do_sample=False)
