@@ -193,6 +193,8 @@ void attend(Job& job, int worker) {
     const OffloadHostAttention& c = job.call;
     Work w;
     w.lay_out(job.group, c.head_dim, job.chunk, job.scratch + worker * job.scratch_floats);
+    float* const own_sums = w.sums;
+    const int64_t floats = part_floats(job);
     const int64_t row_bytes = int64_t(w.dim) * sizeof(typename Kind::T);
     w.key_time = row_bytes * Kind::costs.key * Kind::turns(w);
     w.value_time = row_bytes * Kind::costs.value * Kind::turns(w);
@@ -207,6 +209,8 @@ void attend(Job& job, int worker) {
         ahead.enter(item.keys, item.values, bytes,
                     columns * (w.key_time + w.value_time) +
                         w.group * ((columns + 15) / 16) * w.weights_time);
+        float* const parts = job.partials + (item.index - item.part) * floats;
+        w.sums = item.parts == 1 ? own_sums : parts + item.part * floats;
         append(job, item);
         load_queries(job, item, w.queries);
         Kind::prepare(w);
@@ -224,14 +228,10 @@ void attend(Job& job, int worker) {
         if (any) ahead.follow(next.keys, (next.end - next.begin) * row_bytes);
         Kind::read_values(w, reinterpret_cast<Rows>(item.values), columns, ahead);
         Kind::end_values(w, columns);
-        if (item.parts == 1) {
-            merge(job, item, w, w.sums);
-            continue;
-        }
-        const int64_t floats = part_floats(job);
-        float* const first = job.partials + (item.index - item.part) * floats;
-        __builtin_memcpy(first + item.part * floats, w.sums, size_t(floats) * sizeof(float));
-        if (last_part(job, item)) merge(job, item, w, first);
+        if (!last_part(job, item)) continue;
+        const float* const from = item.parts == 1 ? own_sums : parts;
+        w.sums = own_sums;
+        merge(job, item, w, from);
     }
     Kind::end();
 }

@@ -17,9 +17,9 @@ thread_local char last_error[256];
 constexpr int32_t kMostHeadDim = 512;
 constexpr int32_t kLanes =
     16;  // of the widest vectors: what lies in scratch memory is padded to it
-// Items are short where there is little to do, so that it spreads evenly, and scores of an item
-// stay in a core's own cache.
-constexpr int64_t kWantedItems = 512;
+// Items are short where there is little to do, so that it spreads evenly, but each has work of its
+// own that is worth about a hundred columns. Scores of an item stay in a core's own cache.
+constexpr int64_t kWantedItems = 256;
 constexpr int32_t kLeastChunk = 64;
 constexpr int32_t kMostChunk = 1024;
 constexpr int32_t kMostScores = 8192;
@@ -196,7 +196,8 @@ int plan(Job& job, int workers) {
     }
     columns *= c.kv_heads;
     const int32_t most = clamp(kMostScores / job.group, kLeastChunk, kMostChunk);
-    job.chunk = c.chunk > 0 ? c.chunk : clamp(columns / kWantedItems, kLeastChunk, most);
+    job.chunk = c.chunk;
+    if (c.chunk == 0) job.chunk = int32_t(padded(clamp(columns / kWantedItems, kLeastChunk, most)));
     const int32_t row_bytes = c.head_dim * element_bytes(c.cache_dtype);
     job.bytes_read = 2 * columns * (row_bytes + (c.cache_dtype == OFFLOAD_HOST_I8 ? 4 : 0));
     job.items = 0;
@@ -255,8 +256,14 @@ bool take(Job& job, Item* item) {
     item->head = int32_t(inside / item->parts);
     item->part = int32_t(inside % item->parts);
     const int64_t first = job.begin[low], columns = job.end[low] - first;
-    item->begin = int32_t(first + columns * item->part / item->parts);
-    item->end = int32_t(first + columns * (item->part + 1) / item->parts);
+    // Whole tiles but for the last one; no item is longer than a chunk, which has whole tiles too.
+    const int64_t unit = job.chunk % kLanes == 0 ? kLanes : 1, units = (columns + unit - 1) / unit;
+    const auto bound = [&](int64_t part) {
+        const int64_t column = units * part / item->parts * unit;
+        return int32_t(first + (column < columns ? column : columns));
+    };
+    item->begin = bound(item->part);
+    item->end = bound(item->part + 1);
     const int64_t at = item->head * c.head_strides[low] + int64_t(item->begin) * c.head_dim;
     const int64_t bytes = at * element_bytes(c.cache_dtype);
     item->keys = static_cast<const char*>(c.keys[low]) + bytes;

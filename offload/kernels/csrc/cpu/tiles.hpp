@@ -5,8 +5,8 @@
 // and eight low ones. Where a product wants two rows of bf16 next to each other, rows of the cache
 // have two elements of one: so weights stand once beside a zero and once behind one, for even
 // elements and for odd ones, which doubles products and leaves the cache as it lies. (NaN or
-// infinity in one of two elements thereby makes both sums NaN.) Bytes would
-// want four times the products: their rows are made columns by shuffles on the way through L1.
+// infinity in one of two elements thereby makes both sums NaN.) Bytes would want four times the
+// products: their rows are made columns by shuffles on the way through L1.
 #pragma once
 #include "integers.hpp"
 
