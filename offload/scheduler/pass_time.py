@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.scheduler.engine import CpuAttention
+from offload.scheduler.engine import OWN_SHARE, STORED_SHARE, UNPACKED_ROWS, CpuAttention
 from offload.scheduler.footprint import weights_of
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
@@ -116,6 +117,7 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     at_cpu = setting.cpu_sequences if setting.attention is CpuAttention.CPU else 0
     hbm_rate = hardware.needed("hbm")
     whole = _made_whole(model, setting)
+    tiles = _unpackings(model, setting, whole)
     matrix_rate = _few_rows_rate(model, hardware, setting, whole)
     attention = kv * (batch - at_cpu) / hbm_rate
 
@@ -131,12 +133,16 @@ def _decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     for layer, size, count in weights.kinds:
         touched, products = _products(layer, size, batch, parts, hbm_rate, matrix_rate)
-        if whole:  # written ahead of the product, which reads them
-            wide = parts * layer.active * model.itemsize(setting.precision) / hbm_rate
+        fused = max(touched, products)
+        if tiles is not None:
+            fused = touched * tiles / STORED_SHARE
+        # Written ahead of the product, which reads them. The engine takes what is quicker.
+        wide = parts * layer.active * model.itemsize(setting.precision) / hbm_rate
+        if whole or (tiles is not None and touched + wide + max(wide, products) < fused):
             gemm = max(touched + wide + max(wide, products), launch)
             touched += 2 * wide
         else:
-            gemm = max(touched, products, launch)
+            gemm = max(fused, launch)
         if parts > 1:
             layers.append(max(gemm + attention, cpu_layer))
         else:  # both attend at once, and join before the output projection
@@ -169,14 +175,25 @@ def _made_whole(model: ModelProfile, setting: Setting) -> bool:
     return setting.precision.quantised and most is not None and rows > most
 
 
+def _unpackings(model: ModelProfile, setting: Setting, whole: bool) -> int | None:
+    """How often fused products unpack a quantised weight; None: they are not the engine's."""
+    if whole or not setting.precision.quantised or not model.engine.own_rows:
+        return None
+    return math.ceil(setting.batch / setting.decode_micro_batches / UNPACKED_ROWS)
+
+
 def _few_rows_rate(model: ModelProfile, hardware: Hardware, setting: Setting, whole: bool) -> float:
     """FLOP/s of a decode pass's products. With few rows what was measured is how fast the weights
     are read: fewer bytes a weight take less time, down to that of the matrix units.
     """
     dtype, precision = model.dtype(setting.precision), setting.precision
-    rate = hardware.matrix_rate(dtype, setting.batch / setting.decode_micro_batches)
-    if whole or not precision.quantised:
+    rows, engine = setting.batch / setting.decode_micro_batches, model.engine
+    rate = hardware.matrix_rate(dtype, rows)
+    if whole or (precision.quantised and engine.own_rows):  # the latter are not read as they are
         return rate
+    if not precision.quantised:
+        own = 2 * rows * OWN_SHARE * hardware.needed("hbm") / model.itemsize(precision)
+        return max(rate, own) if rows <= engine.own_rows else rate
     group = precision.group
     fewer = model.itemsize(precision) * group / precision.weight_bytes(group)
     return max(rate, min(rate * fewer, hardware.matrix_rate(dtype, 1 << 30)))
@@ -203,7 +220,8 @@ def _prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Se
     # What stands between the products is read and written once.
     elements = model.engine.moved_elements(model.hidden, model.intermediate)
     between = tokens * elements * itemsize / hbm_rate
-    launch = (hardware.launch or 0.0) * model.engine.kernels * parts
+    kernels = model.engine.prompt_kernels or model.engine.kernels
+    launch = (hardware.launch or 0.0) * kernels * parts
 
     moved, read = weights.moved(setting)
     share = setting.cpu_sequences / setting.batch
