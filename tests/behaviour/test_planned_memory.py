@@ -147,6 +147,24 @@ def test_a_generation_takes_what_its_plan_says(
     assert least * planned <= peak <= planned + small, (peak, planned, need)
 
 
+@pytest.mark.parametrize("make", [opt, llama])
+def test_sequences_that_are_embedded_apart_are_what_they_were(make: Any) -> None:
+    """With padding, so that each has positions of its own."""
+    with offload.run(make().eval(), device_map="cpu", device="cpu", engine="fused") as model:
+        ids = torch.randint(5, VOCABULARY, (5, 9))
+        mask = torch.ones_like(ids)
+        for row in range(5):
+            mask[row, :row] = 0
+        whole = model(ids, attention_mask=mask).logits
+        engine, embedded = model.offload._engine, []
+        hidden = engine._ahead.hidden
+        engine._ahead.hidden = lambda *args: embedded.append(args) or hidden(*args)
+        engine.prefill_rows = 20  # two sequences
+        apart = model(ids, attention_mask=mask).logits
+    assert [len(ids) for ids, _, _ in embedded] == [2, 2, 1]
+    torch.testing.assert_close(apart[mask.bool()], whole[mask.bool()])
+
+
 @pytest.mark.parametrize(
     ("nbytes", "count", "held"),
     [
