@@ -37,6 +37,7 @@ class Engine:
     int8_kv: bool = False  # whether those are int8 there, with a scale a token and head
     chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
     micro_batches: bool = False  # whether it takes several passes over prompts, and parts of a step
+    masks: tuple[int, int] = (0, 0)  # elements at most of all that padded prompts keep, and of one
     whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one
     stored_rows: int | None = None  # so many are multiplied with them as they are stored; None: any
     prompt_kernels: int | None = (
@@ -74,6 +75,7 @@ FUSED = Engine(
     mlp_rows=8192,
     cpu_kv=frozenset({CpuAttention.CPU}),
     chunks=True,
+    masks=(1 << 28, 1 << 26),
     whole_layers=True,
     stored_rows=64,
     # A prompt's calls are made and checked in Python each time: some 10 a layer, and torch's own,

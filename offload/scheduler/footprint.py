@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from offload.scheduler.engine import CpuAttention
+from offload.scheduler.engine import CpuAttention, Engine
 from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
 from offload.scheduler.plan import CHUNKS, Budget, chunk_bytes, spread
 from offload.scheduler.setting import Job, Setting
@@ -145,6 +145,14 @@ def held_by_torch(nbytes: int, count: int) -> int:
     return -(-count // (whole // each)) * whole if each else 0
 
 
+def _masks(engine: Engine, tokens: int, rows: int, prompt: int, itemsize: int) -> int:
+    """Bytes for prompts of several lengths: a byte an element is kept for the layers that follow,
+    and of the mask in use there is what is added to scores, too.
+    """
+    kept, one = engine.masks
+    return min(kept, tokens * prompt) + itemsize * min(one, rows * prompt)
+
+
 def _as_they_are(nbytes: int, count: int) -> int:
     return nbytes * count
 
@@ -184,7 +192,8 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         workspace=activations
         + (leaving if setting.cpu_sequences else 0)
         + setting.batch * model.vocabulary * (itemsize + 4)
-        + weights.buffer,
+        + weights.buffer
+        + (_masks(engine, tokens, rows, job.prompt, itemsize) if model.allocator else 0),
         cpu_layers=cpu_layers,
         kv_cpu=setting.cpu_sequences * below * len(model.layers),
         ring=weights.ring if setting.nvme else 0,

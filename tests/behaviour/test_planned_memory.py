@@ -14,6 +14,7 @@ import offload
 from offload.kernels.linear import Linear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
+from offload.models import prefill_attention
 from offload.models.profile import model_profile
 from offload.scheduler.engine import FUSED, CpuAttention
 from offload.scheduler.footprint import footprint, held_by_torch
@@ -145,6 +146,15 @@ def test_a_generation_takes_what_its_plan_says(
     # Token ids, positions and masks, which are little beside tensors as wide as real models.
     small = 64 * batch * job.length + 4096
     assert least * planned <= peak <= planned + small, (peak, planned, need)
+
+
+def test_masks_of_padded_prompts_are_planned_for() -> None:
+    assert FUSED.masks == (prefill_attention.KEPT_ELEMENTS, prefill_attention.MASK_ELEMENTS)
+    how = Setting("fp32", 0, LAYERS, 0, 1, 6, 0, CpuAttention.NONE, 96, 1, 1)
+    profile = replace(model_profile(opt(), "padded"), engine=FUSED)
+    plain = footprint(profile, Job(48, 3, 6), how).workspace
+    padded = footprint(replace(profile, allocator=True), Job(48, 3, 6), how).workspace
+    assert padded - plain == 6 * 48 * 48 + 4 * 96 * 48
 
 
 @pytest.mark.parametrize("make", [opt, llama])
