@@ -325,7 +325,7 @@ def test_bad_arguments_are_named(
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("variant", 9, "variant must be 0 to 2 here, not 9"),
+        ("variant", 9, "variant must be 0 or 1, not 9"),
         ("rows", 65, "rows must be 0 to 64, not 65"),
         ("bits", 5, "bits must be 4 or 8, not 5"),
         ("depth", 60, "depth must be a multiple of 32, not 60"),

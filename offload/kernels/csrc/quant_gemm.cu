@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "quant_gemm_direct.cuh"
+#include "quant_gemm.cuh"
 
 namespace offload {
 namespace {
@@ -21,7 +21,6 @@ struct QuantChoice {
     int threads = 0, blocks = 0;  // of a multiprocessor
     int tile_rows = 0, chunk_bytes = 0, chunk_steps = 0, step_depth = 0;
     int half_sums = 0, parts_bytes = 0;
-    int parts = 0;  // of the depth, whose warps have units of their own; 0: stages for all
 };
 
 template <typename T, int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps,
@@ -41,61 +40,24 @@ QuantChoice choose_kernel(int index) {
             Shape::kPartsBytes};
 }
 
-// Blocks that take their codes straight from global memory have no stages.
-template <typename T, int kBits, int kColumns, int kGroups, int kParts, int kBlocks,
-          bool kScaleWeights, bool kWide>
-QuantChoice choose_direct(int index) {
-    using Shape = QuantShape<kBits, kColumns, kGroups * kParts, 1, kGroups, 1>;
-    return {direct_gemm_kernel<T, kBits, kColumns, kGroups, kParts, kBlocks, kScaleWeights, kWide>,
-            index,
-            kScaleWeights,
-            Shape::kThreads,
-            kBlocks,
-            Shape::kTileRows,
-            kUnitBytes,
-            kUnitBytes / kStepBytes,
-            Shape::kStepDepth,
-            kScaleWeights ? 0 : Shape::kHalfSums,
-            2 * Shape::kPartsBytes,
-            kParts};
-}
-
-constexpr int kQuantKernels = 64;
+constexpr int kQuantKernels = 12;
 
 // Sums are scaled where 32 bytes of codes share a scale.
 template <typename T, int kBits, bool kScaleWeights>
-QuantChoice kernel_of(int rows, int variant, int base) {
-    constexpr bool kScale = kScaleWeights;
-    if (rows <= kFewRows) {
-        if (variant == 1) return choose_direct<T, kBits, 1, 2, 4, 2, kScale, false>(base);
-        if constexpr (!kScale) {
-            if (rows <= 4 && variant == 3)
-                return choose_direct<T, kBits, 1, 2, 4, 2, false, true>(base + 1);
-        }
-        if (variant == 2) return choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScale>(base + 2);
-    } else {
-        if (variant == 1) return choose_direct<T, kBits, 2, 2, 4, 2, kScale, false>(base + 5);
-        if (variant == 2) return choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScale>(base + 6);
-    }
-    return {};
+QuantChoice kernel_of(int rows, int base) {
+    return rows <= kFewRows ? choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScaleWeights>(base)
+                            : choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScaleWeights>(base + 1);
 }
 
 template <typename T>
-QuantChoice kernel_of(const OffloadQuantGemm& a, int variant, int base) {
-    if (a.bits == 8) return kernel_of<T, 8, false>(a.rows, variant, base);
-    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, variant, base + 7)
-                        : kernel_of<T, 4, false>(a.rows, variant, base + 14);
+QuantChoice kernel_of(const OffloadQuantGemm& a, int base) {
+    if (a.bits == 8) return kernel_of<T, 8, false>(a.rows, base);
+    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, base + 2)
+                        : kernel_of<T, 4, false>(a.rows, base + 4);
 }
 
-QuantChoice kernel_of(const OffloadQuantGemm& a, int variant) {
-    return a.dtype == OFFLOAD_F16 ? kernel_of<__half>(a, variant, 0)
-                                  : kernel_of<__nv_bfloat16>(a, variant, 21);
-}
-
-int variant_count(const OffloadQuantGemm& a) {
-    int count = 0;
-    while (kernel_of(a, count + 1).kernel) ++count;
-    return count;
+QuantChoice kernel_of(const OffloadQuantGemm& a) {
+    return a.dtype == OFFLOAD_F16 ? kernel_of<__half>(a, 0) : kernel_of<__nv_bfloat16>(a, 6);
 }
 
 int check_arguments(const OffloadQuantGemm& a) {
@@ -157,21 +119,19 @@ bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int pass
     constexpr int kLeastStages = 3, kMostStages = 6;
     QuantPlan& p = call.plan;
     p.pass_chunks = ceil_div(p.chunks, passes);
-    if (c.parts) p.pass_chunks = ceil_div(p.pass_chunks, c.parts) * c.parts;  // as many for all
     const int pass_steps = p.pass_chunks * c.chunk_steps;
-    const int64_t steps = c.parts ? pass_steps : std::min(pass_steps, p.steps);
+    const int64_t steps = std::min(pass_steps, p.steps);
     const int64_t pitch = steps * c.step_depth * 2 + 64;
     const int64_t inputs = pitch * a.rows, sums = steps * 2 * c.half_sums;
     const int64_t earlier = passes == 1 ? 0 : int64_t{p.tiles} * c.tile_rows * a.rows * 4;
-    const int64_t rest = inputs + sums + kNothing + c.parts_bytes + earlier;
-    const int stage_bytes = c.parts ? 0 : c.tile_rows * c.chunk_bytes;
+    const int64_t rest = inputs + sums + c.parts_bytes + earlier;
+    const int stage_bytes = c.tile_rows * c.chunk_bytes;
     if (rest + kLeastStages * stage_bytes > room) return false;
-    p.stages =
-        c.parts ? 0 : static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
+    p.stages = static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
     p.input_pitch = static_cast<int>(pitch);
     p.inputs_at = p.stages * stage_bytes;
     p.input_sums_at = p.inputs_at + static_cast<int>(inputs);
-    p.parts_at = p.input_sums_at + static_cast<int>(sums) + kNothing;
+    p.parts_at = p.input_sums_at + static_cast<int>(sums);
     p.passes_at = p.parts_at + c.parts_bytes;
     call.shared = p.passes_at + static_cast<int>(earlier);
     return true;
@@ -179,10 +139,9 @@ bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int pass
 
 int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call) {
     if (int status = check_arguments(a)) return status;
-    const int count = variant_count(a);
-    if (a.variant < 0 || a.variant > count)
-        return refuse("quant_gemm: variant must be 0 to %d here, not %d", count, a.variant);
-    call.choice = kernel_of(a, a.variant ? a.variant : 1);
+    if (a.variant < 0 || a.variant > 1)
+        return refuse("quant_gemm: variant must be 0 or 1, not %d", a.variant);
+    call.choice = kernel_of(a);
     const QuantChoice& c = call.choice;
     QuantPlan& p = call.plan;
     p.row_bytes = static_cast<int32_t>(static_cast<int64_t>(a.depth) * a.bits / 8);
@@ -219,7 +178,6 @@ int rows_at_once(const OffloadQuantGemm& a, const Device& device) {
     if (a.rows <= kFewRows) return kFewRows;
     OffloadQuantGemm part = a;
     part.rows = std::min(kMostAtOnce, a.rows);
-    if (a.variant > variant_count(part)) return kMostAtOnce;  // which is refused
     QuantCall call;
     return make_call(part, device, call) == 0 ? kMostAtOnce : kFewRows;
 }
@@ -285,5 +243,5 @@ OFFLOAD_API int64_t offload_quant_gemm_counters(const OffloadQuantGemm* argument
 }
 
 OFFLOAD_API int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments) {
-    return offload::check_arguments(*arguments) ? -1 : offload::variant_count(*arguments);
+    return offload::check_arguments(*arguments) ? -1 : 1;
 }
