@@ -399,12 +399,4 @@ def append_columns(
         if scales is None:
             caches[b][:, n - 1] = new[b].to(caches[b].dtype)
         else:
-            caches[b][:, n - 1], scales[b][:, n - 1] = quantize_rows(new[b])
-
-
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., n] as int8 and a float32 scale a row, [...]: x is about scale * int, symmetric."""
-    x = x.float()
-    scale = x.abs().amax(-1) / 127
-    rounded = torch.where(scale[..., None] > 0, x / scale[..., None], 0).round()
-    return rounded.clamp(-127, 127).to(torch.int8), scale
+            caches[b][:, n - 1], scales[b][:, n - 1] = int8_rows(new[b].float())

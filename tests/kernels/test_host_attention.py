@@ -112,7 +112,7 @@ def make(
             buffer = torch.zeros(size + offset, dtype=cache_dtype)[offset:]
             cache = buffer.view(kv_heads, capacity + spare, head_dim)[:, :capacity]
             if cache_dtype == torch.int8:
-                rows, scale = reference.quantize_rows(x)
+                rows, scale = reference.int8_rows(x.float())
                 cache.copy_(rows)
                 scales.append(scale.masked_fill_(~visible, math.nan))
             else:

@@ -142,7 +142,10 @@ void put_float(void* data, int64_t index, int32_t dtype, float value) {
             dtype == OFFLOAD_HOST_F16 ? f16_of_float(value) : bf16_of_float(value);
 }
 
-// A row into a column of a cache. int8: symmetric, scale = largest magnitude / 127.
+constexpr float kLeastLargest = 1e-30f;  // so that no scale is zero
+
+// A row into a column of a cache. int8: symmetric, scale = largest magnitude / 127; the codes are
+// those of quantize_rows on a GPU, bit for bit, since a prompt's come from there.
 void put_row(const OffloadHostAttention& c, const void* from, int64_t index, void* cache,
              int64_t at, float* scale) {
     if (c.cache_dtype == c.query_dtype) {
@@ -156,16 +159,19 @@ void put_row(const OffloadHostAttention& c, const void* from, int64_t index, voi
             put_float(cache, at + d, c.cache_dtype, as_float(from, index + d, c.query_dtype));
         return;
     }
-    float most = 0;
+    float most = kLeastLargest;
     for (int32_t d = 0; d < c.head_dim; d++) {
         const float size = fabsf(as_float(from, index + d, c.query_dtype));
         if (!(size <= most)) most = size;  // NaN too
     }
-    *scale = most / 127;
+    const bool finite = most < INFINITY;
+    *scale = finite ? most / 127 : NAN;
+    const double factor = finite ? 127 / most : 0;
     for (int32_t d = 0; d < c.head_dim; d++) {
-        const float value = *scale > 0 ? as_float(from, index + d, c.query_dtype) / *scale : 0;
-        // Rounded to nearest, ties to even, by the last bit of a large sum.
-        const float rounded = (value + 12582912.0f) - 12582912.0f;
+        // The product is exact in double, and rounded to nearest, ties to even, by the last bit of
+        // a large sum.
+        const double value = as_float(from, index + d, c.query_dtype) * factor;
+        const double rounded = (value + 6755399441055744.0) - 6755399441055744.0;
         static_cast<int8_t*>(cache)[at + d] = int8_t(rounded >= 127   ? 127
                                                      : rounded > -127 ? rounded
                                                                       : -127);
