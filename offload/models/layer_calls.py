@@ -1,0 +1,282 @@
+"""The kernel calls of one layer for one token a sequence, in the order of their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.kernels import Norm
+from offload.kernels.attention import DecodeAttention
+from offload.kernels.call import Call
+from offload.kernels.int8_linear import Int8Linear
+from offload.kernels.linear import Linear
+from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.rotary import RotaryAppend
+from offload.kernels.workspace import Workspace
+from offload.models.entry import Entry
+from offload.models.host_rows import Exchange, HostCall, HostRows
+from offload.models.layer_weights import LayerWeights, Product
+from offload.models.quantized.layer import Filling
+from offload.models.spec import LayerSpec, ModelSpec
+
+Launched = Call | Filling | Exchange | HostCall
+
+
+class Rows:
+    """Memory of [batch, width] by name and width, the same for every layer."""
+
+    def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.batch, self._dtype, self._device = batch, dtype, device
+        self._memory: dict[tuple[str, int], torch.Tensor] = {}
+
+    def __call__(self, name: str, width: int) -> torch.Tensor:
+        found = self._memory.get((name, width))
+        if found is None:
+            found = torch.empty(self.batch, width, dtype=self._dtype, device=self._device)
+            self._memory[name, width] = found
+        return found
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """Makes them, on a session's buffers. `keys`, `values`: a layer's, [batch, kv_heads, capacity,
+    head_dim], of sequences whose keys and values lie on the compute device; the others' are
+    `on_cpu`. `start`: int32 [batch], the first column of each row; None: 0.
+    """
+
+    spec: ModelSpec
+    entry: Entry
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    start: torch.Tensor | None
+    slopes: dict[tuple[float, ...], torch.Tensor]
+    on_cpu: HostRows | None
+    rows: Rows
+    workspace: Workspace
+
+    def layer(self, index: int, weights: LayerWeights, ahead: Launched | None) -> list[Launched]:
+        """The calls of a layer, in the order of their launch, behind the call `ahead`."""
+        spec, layout = self.spec.layers[index], self.spec.layers[index].layout
+        keys, values = self.keys[index], self.values[index]
+        qkv = self.rows("qkv", layout.width)
+        query = self.rows("query", layout.heads * layout.head_dim)
+        attended = self.rows("attended", layout.heads * layout.head_dim)
+        chain = Chain(ahead)
+        self._multiply(chain, self.entry.hidden, weights.qkv, qkv, norm=weights.attention_norm)
+        split = keys.shape[0]
+        join: HostCall | None = None
+        if self.on_cpu is not None:  # first of all, for that takes longest
+            exchange = self.on_cpu.exchange(layout)
+            staged_query, staged_keys, staged_values = (x[:, None] for x in exchange.staged)
+            self._append(
+                chain,
+                spec,
+                weights,
+                slice(split, None),
+                qkv,
+                staged_query,
+                staged_keys.transpose(1, 2),
+                staged_values.transpose(1, 2),
+                self.on_cpu.column,
+            )
+            chain.put(exchange)
+            slopes = None if spec.slopes is None else self.slopes[spec.slopes]
+            join = self.on_cpu.attention(index, spec, slopes, attended[split:])
+        if split:
+            own = slice(None, split)
+            query = query[:split]
+            self._append(
+                chain,
+                spec,
+                weights,
+                own,
+                qkv,
+                query.view(split, 1, layout.heads, layout.head_dim),
+                keys,
+                values,
+                self.entry.column,
+            )
+            heads = (split, layout.heads, layout.head_dim)
+            chain.add(
+                DecodeAttention,
+                query.view(heads),
+                keys,
+                values,
+                attended[:split].view(heads),
+                length=self.entry.length[:split],
+                start=None if self.start is None else self.start[:split],
+                scale=spec.scale,
+                slopes=None if spec.slopes is None else self.slopes[spec.slopes],
+                softcap=spec.softcap,
+                window=spec.window,
+                workspace=self.workspace,
+                even=self.start is None,
+            )
+        inner = self.rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
+        if spec.parallel:  # the MLP reads what came in, before anything is added to it
+            self._widen(chain, spec, weights, inner, None)
+        if join is not None:
+            chain.put(join)
+        norms = weights.attention_norm_out, weights.attention_sum_norm
+        next_norm = None if spec.parallel else weights.mlp_norm
+        normed = self._add(chain, attended, weights.attention_out, *norms, next_norm)
+        if not spec.parallel:
+            self._widen(chain, spec, weights, inner, normed)
+        self._add(chain, inner, weights.mlp_out, weights.mlp_norm_out, weights.mlp_sum_norm)
+        return chain.calls
+
+    def _append(
+        self,
+        chain: Chain,
+        spec: LayerSpec,
+        weights: LayerWeights,
+        rows: slice,
+        qkv: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        column: torch.Tensor,
+    ) -> None:
+        """Queries, and one column more of keys and values, of some rows of a QKV product."""
+        cos, sin = self.entry.angles[spec.rotary] if spec.rotary is not None else (None, None)
+        chain.add(
+            RotaryAppend,
+            qkv[rows, None],
+            layout=spec.layout,
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            column=column,
+            bias=weights.qkv.bias,
+            cos=None if cos is None else cos[rows],
+            sin=None if sin is None else sin[rows],
+            interleaved=spec.interleaved,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+        )
+
+    def _widen(
+        self,
+        chain: Chain,
+        spec: LayerSpec,
+        weights: LayerWeights,
+        inner: torch.Tensor,
+        normed: torch.Tensor | None,
+    ) -> None:
+        """inner = the first half of the MLP, of what its norm made of `hidden` if that was done."""
+        self._multiply(
+            chain,
+            self.entry.hidden if normed is None else normed,
+            weights.mlp_in,
+            inner,
+            bias=weights.mlp_in.bias,
+            norm=weights.mlp_norm if normed is None else None,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
+
+    def _add(
+        self,
+        chain: Chain,
+        into: torch.Tensor,
+        product: Product,
+        branch_norm: Norm | None,
+        sum_norm: Norm | None,
+        next_norm: Norm | None = None,
+    ) -> torch.Tensor | None:
+        """hidden = sum_norm(hidden + branch_norm(product of `into`)).
+
+        Returns what `next_norm` makes of it where a kernel passes by that can do it.
+        """
+        hidden = self.entry.hidden
+        if branch_norm is None and sum_norm is None:
+            bias = product.bias
+            self._multiply(chain, into, product, hidden, bias=bias, residual=hidden)
+            return None
+        branch = self.rows("branch", hidden.shape[1])
+        self._multiply(chain, into, product, branch)
+        normed = None
+        if sum_norm is None and next_norm is not None:
+            normed = self.rows("normed", hidden.shape[1])
+        chain.add(
+            ResidualNorm,
+            residual=hidden,
+            branch=branch,
+            bias=product.bias,
+            branch_norm=branch_norm,
+            norm=next_norm if sum_norm is None else sum_norm,
+            sum_out=hidden if sum_norm is None else None,
+            out=normed if sum_norm is None else hidden,
+        )
+        return normed
+
+    def _multiply(
+        self,
+        chain: Chain,
+        into: torch.Tensor,
+        product: Product,
+        out: torch.Tensor,
+        norm: Norm | None = None,
+        **around: Any,
+    ) -> None:
+        """out = product of `into`, which is `hidden` where a norm comes before."""
+        stored = product.as_stored(self.rows.batch)
+        if stored is not None:
+            if norm is not None:
+                normed = self.rows("normed", into.shape[1])
+                chain.add(ResidualNorm, residual=into, norm=norm, out=normed)
+                into = normed
+            weight = stored.form, stored.tensors
+            kind = Int8Linear if product.int8 else QuantGemm
+            chain.add(kind, into, *weight, out, workspace=self.workspace, **around)
+            return
+        if product.filling is not None:
+            chain.fill(product.filling)
+        chain.add(
+            Linear,
+            into,
+            product.weight,
+            out,
+            norm=norm,
+            transposed=product.transposed,
+            workspace=self.workspace,
+            **around,
+        )
+
+
+class Chain:
+    """Calls that run one behind the other; each may begin before the kernel ahead has ended.
+
+    That holds where weights are in place before: within a layer, and from one resident layer to
+    the next (`ahead`). It needs a kernel of the project's own ahead, so nothing begins early behind
+    a product of cuBLAS; nor behind what makes a weight whole, which the next call reads.
+    """
+
+    def __init__(self, ahead: Launched | None) -> None:
+        self.calls: list[Launched] = []
+        self._ahead = ahead
+
+    def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
+        """Make the call and put it last."""
+        call = kind(*args, **kwargs, early=self._behind_own())
+        self.calls.append(call)
+        self._ahead = call
+
+    def fill(self, filling: Filling) -> None:
+        """Make a weight whole; a kernel that reads the one before has ended then."""
+        self.calls.append(filling)
+        self._ahead = None
+
+    def put(self, call: Exchange | HostCall) -> None:
+        """What is no kernel: nothing begins early behind it."""
+        self.calls.append(call)
+        self._ahead = None
+
+    def _behind_own(self) -> bool:
+        if isinstance(self._ahead, Linear):
+            return self._ahead.choice is not None and self._ahead.choice.way != "cublas"
+        return self._ahead is not None
