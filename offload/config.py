@@ -87,6 +87,11 @@ class OffloadConfig:
         if self.goal not in [goal.value for goal in Goal]:
             raise ValueError(f"goal={self.goal!r} is not known; it is {_GOALS}")
         for name, value in lengths.items():
+            if value is None:
+                raise ValueError(
+                    f"goal={self.goal!r} needs {name}: give prompt_len, the tokens of a prompt, "
+                    "and gen_len, the new tokens of each sequence"
+                )
             _check_int(name, value, 1, 1 << 30)
         if self.tiers:
             raise ValueError(

@@ -123,9 +123,13 @@ class Offload(NotCopied):
 
         `path` gets the trace in Chrome's JSON, which Perfetto opens too; `report()` shows one of
         the passes from then on. Nothing is recorded, and nothing costs time, outside of a block.
-        Raises OSError where `path` cannot be written, and ValueError within another trace.
+        Raises OSError where `path` cannot be written, TypeError where it is no path, ClosedError
+        for a closed model, and ValueError within another trace.
         """
         device, stream = self._device, self._owner.stream
+        if path is not None and not isinstance(path, (str, os.PathLike)):  # open() takes numbers
+            raise TypeError(f"trace() takes the path of a file or None, got {path!r}")
+        self._owner.refuse_closed()
         if device.trace is not None:
             raise ValueError("this model is being traced already: end that block first")
         with contextlib.ExitStack() as stack:

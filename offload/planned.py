@@ -74,7 +74,15 @@ def plan_run(
     model, weights = built_profile(network, parts.layers, parts.outside_bytes + beside, engine)
     model = replace(model, allocator=not on_cpu)
     room = _apart(budget, model, weights, io)
-    planned = plan_job(model, hardware, room, config.job, Goal(config.goal), (weights,))
+    try:
+        planned = plan_job(model, hardware, room, config.job, Goal(config.goal), (weights,))
+    except BudgetError as error:
+        if not on_cpu:
+            raise
+        raise BudgetError(
+            f"{error}. Here the CPU computes: what is called GPU memory is what it computes with, "
+            "and max_memory['cpu'] has to hold both"
+        ) from error
     choice = planned.choice
     setting, need = choice.setting, choice.memory
     plan = fixed_plan(

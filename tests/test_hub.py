@@ -281,3 +281,8 @@ def test_no_network(online, cache):
     files = {name: data for name, data in FILES.items() if "tokenizer" not in name}
     snapshot = put(cache, "owner/bare", files)
     assert resolve_model("owner/bare") == snapshot  # its weights are there, the rest cannot be had
+
+
+def test_what_is_no_name_of_a_model_is_told() -> None:
+    with pytest.raises(TypeError, match="a PreTrainedModel, got None"):
+        resolve_model(None)  # type: ignore[arg-type]

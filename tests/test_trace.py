@@ -274,8 +274,16 @@ def test_a_place_that_cannot_be_written_is_told_before_the_run(
     with offload.run(variant_folder("llama"), device_map="cpu", device="cpu") as model:
         with pytest.raises(OSError, match="none"), model.offload.trace(tmp_path / "none" / "t"):
             pytest.fail("the block ran")
+        with pytest.raises(TypeError, match="got 7"), model.offload.trace(7):  # type: ignore[arg-type]
+            pytest.fail("the block ran")
         with model.offload.trace():  # and the one before is over
             pass
+        with pytest.raises(TypeError, match="a list of functions, got None"):
+            model.offload.together(None)  # type: ignore[arg-type]
+    kept = tmp_path / "kept.json"
+    with pytest.raises(offload.ClosedError), model.offload.trace(kept):
+        pytest.fail("the block ran")
+    assert not kept.exists()
 
 
 def test_what_another_thread_copies_is_not_taken_from_computing() -> None:

@@ -18,6 +18,10 @@ def resolve_model(
     An existing folder is itself. Anything else is a hub id: its complete snapshot in the local
     cache is taken without any network; else it is downloaded, unless HF_HUB_OFFLINE=1.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise TypeError(
+            f"the model must be a checkpoint folder, a hub id or a PreTrainedModel, got {model!r}"
+        )
     name = os.fspath(model)
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):

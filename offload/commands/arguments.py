@@ -22,7 +22,16 @@ def positive(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number."""
-    return 0 if text == "0" else positive(text)
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, zero or more")
+    return int(text)
+
+
+def path(text: str) -> str:
+    """A file's name."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is empty")
+    return text
 
 
 def size(text: str) -> int:
@@ -56,8 +65,8 @@ def device_map(text: str) -> str | dict[str, Any]:
     return dict(places)
 
 
-def add_placement(parser: argparse.ArgumentParser) -> None:
-    """Where weights rest and where they are computed."""
+def add_placement(parser: argparse.ArgumentParser, default: str = "auto") -> None:
+    """Where weights rest and where they are computed. `default`: told of --device-map."""
     group = parser.add_argument_group("placement")
     group.add_argument(
         "--device-map",
@@ -65,7 +74,7 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="WHERE",
         help="auto (fill the GPU, then CPU memory, the rest stays in files), cpu, nvme, or a JSON "
-        'object such as \'{"": "nvme", "model.layers.0": 0}\' (default: auto)',
+        f'object such as \'{{"": "nvme", "model.layers.0": 0}}\' (default: {default})',
     )
     group.add_argument(
         "--prefetch", type=positive, metavar="N", help="loads ahead of the layer in use"
@@ -84,7 +93,7 @@ def add_goal(parser: Any) -> None:
         "--goal",
         choices=[goal.value for goal in Goal],
         help="plan what rests where by measured rates: most tokens a second, the shortest time, or "
-        "the least GPU memory (default: fill the GPU, then CPU memory)",
+        "the least GPU memory (default: no plan; --device-map says it)",
     )
     add_kv_dtype(parser)
 
@@ -105,6 +114,7 @@ def add_trace(parser: Any) -> None:
     parser.add_argument(
         "--trace",
         metavar="FILE",
+        type=path,
         help="write what link, disk, compute and host did in every pass, in Chrome's JSON (for "
         "Perfetto, too), and draw one of the passes",
     )

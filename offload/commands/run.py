@@ -92,6 +92,11 @@ def add_parser(commands: Any) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Generate, and report before and after."""
     _check_sampling(args)
+    if args.kv_dtype != "auto" and args.goal is None:
+        raise ValueError(
+            f"--kv-dtype {args.kv_dtype} is for keys and values that a plan leaves in CPU memory: "
+            "give a --goal too"
+        )
     prompt = _prompt(args)
 
     from offload.checkpoint.hub import resolve_model

@@ -183,8 +183,8 @@ class WeightFormat:
         if match is None or (match[2] and int(match[2]) not in GROUPS):
             raise ValueError(
                 f"{text!r} is no format for weights; use int4, int8 (with -g32, -g64, -g128 or "
-                "-channel, and -zp for zero points: int4-g128-zp), fp8, fp8-block, fp8-tensor, "
-                "mxfp4 or w8a8"
+                "-channel, -zp for zero points: int4-g128-zp, and -clip at the end for ranges "
+                "chosen by their error), fp8, fp8-block, fp8-tensor, mxfp4 or w8a8"
             )
         if match[5]:
             shared = {"block": (128, 128), "tensor": (0, 0)}.get(match[6] or "", (1, 0))

@@ -71,12 +71,16 @@ class PassOwner:
         if self.lockstep is None:
             self.finish_pass()
 
-    def start_pass(self) -> None:
-        """A pass begins."""
+    def refuse_closed(self) -> None:
+        """Raises ClosedError once the weights are gone."""
         if self.closed:
             raise ClosedError(
                 "this offloaded model was closed and its weights are gone; call offload.run again"
             )
+
+    def start_pass(self) -> None:
+        """A pass begins."""
+        self.refuse_closed()
         if self.stream is not None:
             self.stream.end_pass()  # in case Ctrl-C came while the last one was ending
             try:

@@ -257,6 +257,8 @@ def run_together(
     """
     if live is not None and (not isinstance(live, int) or isinstance(live, bool) or live < 1):
         raise ValueError(f"live must be a positive number of calls or None, got {live!r}")
+    if not isinstance(calls, Iterable):
+        raise TypeError(f"together() takes a list of functions, got {calls!r}")
     elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     with owner.lock, torch.cuda.device(device) if elsewhere else nullcontext():
         if owner.lockstep is not None:

@@ -128,6 +128,7 @@ def test_a_budget_that_cannot_hold_it_says_the_least(
         attempt(4096)
     match = re.search(r"(\d+) bytes \([^)]*\) of GPU memory", str(told.value))
     assert match is not None, told.value
+    assert str(told.value).endswith("and max_memory['cpu'] has to hold both")
     with attempt(int(match[1])) as model:
         greedy(model, 1)
     with pytest.raises(BudgetError):
@@ -196,7 +197,7 @@ def test_without_a_goal_nothing_is_measured(
     [
         ({"goal": "speed"}, "goal='speed' is not known; it is 'throughput' or 'latency' or 'fits'"),
         ({"prompt_len": 3}, "prompt_len=3 needs a goal"),
-        ({"goal": "fits", "prompt_len": 3}, "gen_len must be an int, got None"),
+        ({"goal": "fits", "prompt_len": 3}, "goal='fits' needs gen_len"),
         ({"goal": "fits", **JOB, "prompt_len": 0}, "prompt_len must be between 1 and"),
         ({"goal": "fits", **JOB, "device_map": "cpu"}, "device_map='cpu' says it"),
         ({"goal": "fits", **JOB, "prefetch": 2}, "prefetch=2 is decided by the plan"),

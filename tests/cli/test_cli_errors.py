@@ -36,6 +36,9 @@ CASES: dict[tuple[str, ...], str] = {
     (*RUN, "--temperature", "2"): "belong to --sample",
     (*RUN, "--sample", "--temperature", "0"): "--temperature must be above zero, got 0.0",
     (*RUN, "--sample", "--seed", "9" * 23): "--seed must be a number of 64 bits",
+    (*RUN, "--kv-dtype", "int8"): "give a --goal too",
+    (*RUN, "--trace", ""): "the name of a file is empty",
+    (*RUN, "--weights", "int5"): "-clip at the end",
     (*RUN, "--offload-folder", "BINARY", *CAST): "is a file",
     ("bench",): "required: BENCHMARK",
     ("bench", "throughput"): "--shape NAME or --model FOLDER",
@@ -46,6 +49,8 @@ CASES: dict[tuple[str, ...], str] = {
     (*BENCH, "--cpu-memory", "1KB"): "1000 B on CPU memory",
     ("bench", "nvme", "/no/such/folder"): "'/no/such/folder' is no folder",
     ("bench", "nvme", "EMPTY", "--block", "1MB,x"): "argument --block: 'x' is not a size",
+    (*BENCH, "--kv-on-cpu", "-1"): "'-1' is not a whole number, zero or more",
+    (*BENCH, "--overhead", "--kv-on-cpu", "2"): "belong to the measurement of throughput itself",
     (*BENCH, "--overhead", "--cold-start"): "not allowed with argument",
 }  # fmt: skip
 

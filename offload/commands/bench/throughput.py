@@ -27,8 +27,9 @@ def add_parser(benchmarks: Any) -> None:
         help="prefill and decode of a model, streamed",
         description="Prefill and decode of a model whose layers are streamed: seconds, tokens per "
         "second, and the share of what pinned copies or direct reads reached in the same run. All "
-        "layers are streamed, each with random bytes of its own; what stands outside the layers "
-        "(embedding, head) stays on the compute device.",
+        "layers are streamed from CPU memory, unless --device-map or --goal says otherwise; what "
+        "stands outside the layers (embedding, head) stays on the compute device. A --shape gets "
+        "random bytes, each layer its own.",
     )
     parser.set_defaults(execute=execute)
     subject = parser.add_mutually_exclusive_group()
@@ -55,7 +56,7 @@ def add_parser(benchmarks: Any) -> None:
         help="also in micro-batches of N sequences, beside one batch: tokens/s, peak activations",
     )
     add_weights(work)
-    add_placement(parser)
+    add_placement(parser, default="cpu, or auto with a --goal")
     parser.set_defaults(device_map=None)  # cpu, or auto where there is a goal
     add_goal(parser)
     limits = parser.add_argument_group("limits")
@@ -140,6 +141,10 @@ def execute(args: argparse.Namespace) -> int:
         raise ValueError("--goal belongs to the measurement of throughput itself")
     if args.micro_batch and (args.overhead or args.cold_start):
         raise ValueError("--micro-batch belongs to the measurement of throughput itself")
+    if (args.kv_on_cpu or args.kv_dtype != "auto") and (args.overhead or args.cold_start):
+        raise ValueError(
+            "--kv-on-cpu and --kv-dtype belong to the measurement of throughput itself"
+        )
     if args.trace and (args.overhead or args.cold_start):
         raise ValueError("--trace belongs to the measurement of throughput itself")
     result: Any
