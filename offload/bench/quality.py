@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from offload.api import run
 from offload.bench.table import format_table
 from offload.checkpoint import resolve_model
+from offload.models.quantized.wanted import Wishes
 
 WINDOW = 1024  # tokens that are predicted from no more than those before them in their window
 
@@ -95,10 +96,17 @@ def measure_quality(
     the folder `against`, which holds them); of the text its first `tokens`. `options` are
     those of `offload.run`.
 
-    Raises ValueError for a text of fewer than two tokens.
+    Raises ValueError for a text or window of fewer than two tokens.
     """
     if (quantization is None) == (against is None):
         raise ValueError("name either the formats to quantise to, or a quantised folder")
+    if window < 2:
+        raise ValueError(f"a window of {window} tokens predicts none; two are the least")
+    # What cannot be had is told before the plain model is read.
+    if quantization is not None:
+        Wishes.of(quantization)
+    if against is not None:
+        resolve_model(against)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
     if ids.shape[1] < 2:

@@ -15,7 +15,10 @@ from offload.errors import BudgetError
 
 _TEMPORARY = ".part-"  # fixed and short: the target's own name may already be as long as allowed
 _SAY_WAITING_AFTER = 1.0  # seconds
-_HINT = "choose another with offload_folder=... or the OFFLOAD_HOME environment variable"
+_HINT = (
+    "choose another with offload_folder=..., the OFFLOAD_HOME environment variable or, of what is "
+    "packed, its OUT"
+)
 
 
 def default_folder() -> Path:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offload.bench import quality
+
 WINDOW = 20
 
 
@@ -62,11 +64,19 @@ def test_both_perplexities_and_their_difference(
         (["--weights", "int4", "--against", "x"], "name either the formats"),
         (["--weights", "int9"], "'int9' is no format"),
         (["--weights", "int8-channel", "--tokens", 1], "the text has 1 tokens; two are the least"),
+        (["--weights", "int8-channel", "--window", 1], "a window of 1 tokens predicts none"),
+        (["--against", "/no/such"], "no model '/no/such'"),
     ],
 )
-def test_what_goes_wrong_is_one_line(
-    program: Any, chat_model: Path, text: Path, arguments: list[Any], message: str
+def test_what_goes_wrong_is_one_line_before_a_model_is_read(
+    program: Any,
+    chat_model: Path,
+    text: Path,
+    arguments: list[Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(quality, "run", lambda *_, **__: pytest.fail("a model was read"))
     done = program("bench", "quality", chat_model, "--text", text, *arguments)
     assert (done.code, done.out) == (2, "")
     assert message in done.err and len(done.err.splitlines()) == 1
