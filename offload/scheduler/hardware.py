@@ -168,6 +168,11 @@ class Hardware:
         if facts.keys() != names:
             wrong = sorted(facts.keys() ^ names)[0]
             raise HardwareError(f"'machine' has the fields of no machine: see {wrong!r}")
+        for name in ("gpu_memory", "host_memory"):
+            if type(facts[name]) is not int or facts[name] < 0:
+                raise HardwareError(
+                    f"{name} of 'machine' is {facts[name]!r}, not a number of bytes"
+                )
         rates = found.get("rates", {})
         unknown = sorted(rates.keys() - _UNITS.keys())
         if unknown:
