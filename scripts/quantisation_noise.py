@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offload.bench.quality import WINDOW, token_losses
 from offload.kernels.dequantize import dequantise
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import WeightFormat
-
-WINDOW = 1024  # tokens that see each other
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
     ids = ids[:, : args.tokens].to(device)
     weights = {n: p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2}
     plain = {name: weight.detach().clone() for name, weight in weights.items()}
-    base = losses(model, ids)
+    base = torch.tensor(token_losses(model, ids, WINDOW), dtype=torch.float64)
     print(f"plain: perplexity {math.exp(base.mean()):.3f} over {base.numel()} tokens")
     for text in args.formats.split(","):
         form = WeightFormat.parse(text)
@@ -55,7 +53,8 @@ def main() -> None:
         for label, made in disturbances():
             for name, weight in weights.items():
                 weight.data.copy_(plain[name].float() + made(errors[name]))
-            difference = losses(model, ids) - base
+            found = torch.tensor(token_losses(model, ids, WINDOW), dtype=torch.float64)
+            difference = found - base
             spread = difference.std() / math.sqrt(difference.numel())
             print(
                 f"  {label:26s} {math.expm1(difference.mean()):+8.2%} "
@@ -81,19 +80,6 @@ def disturbances() -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]
 def rounded(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     """The weight [N, K] as `form` stores it."""
     return dequantise(form, quantise(weight, form), tuple(weight.shape), weight.dtype)
-
-
-@torch.no_grad()
-def losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The loss of every token of ids [1, n] but the first of each window, in nats."""
-    found = []
-    for start in range(0, ids.shape[1] - 1, WINDOW):
-        part = ids[:, start : start + WINDOW]
-        if part.shape[1] < 2:
-            break
-        logits = model(input_ids=part, use_cache=False).logits[0, :-1].float()
-        found.append(functional.cross_entropy(logits, part[0, 1:], reduction="none"))
-    return torch.cat(found).double()
 
 
 if __name__ == "__main__":

@@ -125,11 +125,11 @@ def _read(
     with run(model, **options) as network:  # type: ignore[attr-defined]
         plan = network.offload.plan
         nbytes = plan.outside_bytes + sum(layer.weight_bytes for layer in plan.layers)
-        return Reading(name, tuple(_losses(network, ids, window)), nbytes)
+        return Reading(name, tuple(token_losses(network, ids, window)), nbytes)
 
 
-def _losses(model: PreTrainedModel, ids: torch.Tensor, window: int) -> list[float]:
-    """The loss of every token of ids [1, n] but the first of each window."""
+def token_losses(model: PreTrainedModel, ids: torch.Tensor, window: int) -> list[float]:
+    """The loss, in nats, of every token of ids [1, n] but the first of each window."""
     found: list[float] = []
     for start in range(0, ids.shape[1], window):
         part = ids[:, start : start + window].to(model.device)
