@@ -5,14 +5,11 @@
 namespace offload {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kRows = 4;  // of one thread
-
 template <typename T, int N, bool kGated>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumnThreads)
     activation_kernel(OffloadActivation a, int column_blocks, int rows_per_block) {
     let_next_kernel_begin();
-    const int column = (blockIdx.x % column_blocks * kThreads + threadIdx.x) * N;
+    const int column = (blockIdx.x % column_blocks * kColumnThreads + threadIdx.x) * N;
     const int64_t first = static_cast<int64_t>(blockIdx.x / column_blocks) * rows_per_block;
     const bool inside = column < a.width;
     float bias[N] = {}, up_bias[N] = {};
@@ -28,9 +25,9 @@ __global__ void __launch_bounds__(kThreads)
     T* output = static_cast<T*>(a.output) + first * a.width + column;
     const int rows =
         static_cast<int>(a.rows - first < rows_per_block ? a.rows - first : rows_per_block);
-    Pack<T, N> gates[kRows], ups[kRows];
+    Pack<T, N> gates[kThreadRows], ups[kThreadRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kThreadRows; ++r) {
         if (r < rows) {
             gates[r] = load_once<T, N>(input + r * a.input_stride);
             if (kGated) ups[r] = load_once<T, N>(input + r * a.input_stride + a.width);
@@ -38,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     by_activation(a.activation, [&](auto kind) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kThreadRows; ++r) {
             if (r < rows) {
                 float x[N], up[N];
                 to_floats(gates[r], x);
@@ -56,16 +53,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int N>
 int launch_activation(const OffloadActivation& a, int multiprocessors, void* stream) {
-    const int64_t column_blocks = (a.width / N + kThreads - 1) / kThreads;
-    // With few rows a block takes one: more blocks, each done sooner.
-    const int rows_per_block = a.rows * column_blocks < 8 * multiprocessors ? 1 : kRows;
-    const int64_t blocks = column_blocks * ((a.rows + rows_per_block - 1) / rows_per_block);
-    if (blocks > INT32_MAX)
-        return refuse("activation: %lld rows of %d are too many for one launch",
-                      static_cast<long long>(a.rows), a.width);
     auto kernel = a.gated ? activation_kernel<T, N, true> : activation_kernel<T, N, false>;
-    return launch("activation", kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
-                  stream, a.launch_early, a, static_cast<int>(column_blocks), rows_per_block);
+    return launch_by_columns("activation", kernel, a, N, multiprocessors, stream);
 }
 
 }  // namespace

@@ -273,4 +273,23 @@ inline bool known_norm(const OffloadNorm& norm) {
 // with 17 MB, 0.68 with 35).
 inline int64_t bytes_ahead(const Device& device) { return device.l2_bytes / 15 * 2; }
 
+constexpr int kColumnThreads = 128;
+constexpr int kThreadRows = 4;  // of one thread
+
+// Launches a kernel whose thread has `pack` columns of up to kThreadRows rows of a.rows x a.width:
+// kernel(a, blocks of a row, rows of a block).
+template <typename Arguments>
+int launch_by_columns(const char* name, void (*kernel)(Arguments, int, int), const Arguments& a,
+                      int pack, int multiprocessors, void* stream) {
+    const int64_t column_blocks = (a.width / pack + kColumnThreads - 1) / kColumnThreads;
+    // With few rows a block takes one: more blocks, each done sooner.
+    const int rows_per_block = a.rows * column_blocks < 8 * multiprocessors ? 1 : kThreadRows;
+    const int64_t blocks = column_blocks * ((a.rows + rows_per_block - 1) / rows_per_block);
+    if (blocks > INT32_MAX)
+        return refuse("%s: %lld rows of %d are too many for one launch", name,
+                      static_cast<long long>(a.rows), a.width);
+    return launch(name, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kColumnThreads), 0,
+                  stream, a.launch_early, a, static_cast<int>(column_blocks), rows_per_block);
+}
+
 }  // namespace offload

@@ -179,9 +179,6 @@ int launch_quantize(const OffloadQuantizeRows& a, int multiprocessors, void* str
     }
 }
 
-constexpr int kThreads = 128;
-constexpr int kRows = 4;  // of one thread
-
 template <typename S, int N>
 __device__ __forceinline__ void read_floats(const void* from, int64_t at, float* x) {
     constexpr int kStep = N * sizeof(S) > 16 ? 16 / sizeof(S) : N;
@@ -235,10 +232,10 @@ struct Sums {
 };
 
 template <typename T, int N, bool kGated>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumnThreads)
     scale_sums_kernel(OffloadScaleSums a, int column_blocks, int rows_per_block) {
     let_next_kernel_begin();
-    const int column = (blockIdx.x % column_blocks * kThreads + threadIdx.x) * N;
+    const int column = (blockIdx.x % column_blocks * kColumnThreads + threadIdx.x) * N;
     const int64_t first = static_cast<int64_t>(blockIdx.x / column_blocks) * rows_per_block;
     if (column >= a.width) return;
     constexpr int kHalves = kGated ? 2 : 1;
@@ -256,11 +253,11 @@ __global__ void __launch_bounds__(kThreads)
     const int32_t* sums = a.sums + first * a.width * kHalves + column;
     const int rows =
         static_cast<int>(a.rows - first < rows_per_block ? a.rows - first : rows_per_block);
-    Sums<N> found[kRows][kHalves];
-    float row_scales[kRows];
-    Pack<T, N> residual[kRows];
+    Sums<N> found[kThreadRows][kHalves];
+    float row_scales[kThreadRows];
+    Pack<T, N> residual[kThreadRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kThreadRows; ++r) {
         if (r < rows) {
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
@@ -273,7 +270,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     by_activation(a.activation, [&](auto kind) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kThreadRows; ++r) {
             if (r < rows) {
                 float x[kHalves][N], y[N];
 #pragma unroll
@@ -304,15 +301,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int N>
 int launch_scale_sums(const OffloadScaleSums& a, int multiprocessors, void* stream) {
-    const int64_t column_blocks = (a.width / N + kThreads - 1) / kThreads;
-    const int rows_per_block = a.rows * column_blocks < 8 * multiprocessors ? 1 : kRows;
-    const int64_t blocks = column_blocks * ((a.rows + rows_per_block - 1) / rows_per_block);
-    if (blocks > INT32_MAX)
-        return refuse("scale_sums: %lld rows of %d are too many for one launch",
-                      static_cast<long long>(a.rows), a.width);
     auto kernel = a.gated ? scale_sums_kernel<T, N, true> : scale_sums_kernel<T, N, false>;
-    return launch("scale_sums", kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
-                  stream, a.launch_early, a, static_cast<int>(column_blocks), rows_per_block);
+    return launch_by_columns("scale_sums", kernel, a, N, multiprocessors, stream);
 }
 
 }  // namespace
