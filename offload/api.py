@@ -18,16 +18,16 @@ from offload.config import OffloadConfig
 from offload.device import ComputeDevice, compute_device
 from offload.errors import UnsupportedError
 from offload.models.build import build_model
-from offload.models.describe import describe
-from offload.models.fused import FusedEngine
+from offload.models.fused.decoder import FusedEngine
 from offload.models.hooked import PassOwner
-from offload.models.host_kv import HostKv
 from offload.models.install import install
+from offload.models.kv.host_kv import HostKv
 from offload.models.parts import ModelParts, take_apart
 from offload.models.quantized.layer import adjacent
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
-from offload.models.spec import CannotExpress, ModelSpec
+from offload.models.specs.describe import describe
+from offload.models.specs.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
 from offload.packed import quantised_checkpoint
 from offload.placement import column_bytes, own_tier_modules, place

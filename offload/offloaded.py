@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from offload.device import ComputeDevice
 from offload.errors import UnsupportedError
 from offload.measure import measure_rates
-from offload.models.fused import FusedEngine
+from offload.models.fused.decoder import FusedEngine
+from offload.models.fused.host_rows import CpuWork
 from offload.models.hooked import NotCopied, PassOwner
-from offload.models.host_rows import CpuWork
 from offload.models.install import all_bindings, refuse_move
-from offload.models.lockstep import run_together
-from offload.models.micro_batches import MicroBatches
+from offload.models.lockstep.calls import run_together
+from offload.models.lockstep.micro_batches import MicroBatches
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.modules import (

@@ -15,13 +15,13 @@ from offload.checkpoint import Checkpoint
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, UnsupportedError
 from offload.kernels.host_library import why_not_host
-from offload.models.host_columns import HostColumns
-from offload.models.host_rows import why_not_on_cpu
+from offload.models.fused.host_rows import why_not_on_cpu
+from offload.models.kv.host_columns import HostColumns
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts
 from offload.models.quantized.modules import scratch_bytes
 from offload.models.shape import DEFAULT_LENGTH, ModelShape
-from offload.models.spec import ModelSpec
+from offload.models.specs.spec import ModelSpec
 from offload.planned import plan_run
 from offload.scheduler.plan import (
     CHUNK_BYTES,

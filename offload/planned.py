@@ -17,11 +17,11 @@ from offload.kernels.host_library import why_not_host
 from offload.measure.cache import kept_hardware
 from offload.measure.machine import disk_of
 from offload.measure.quick import quick_disk, quick_hardware
-from offload.models.host_rows import why_not_on_cpu
+from offload.models.fused.host_rows import why_not_on_cpu
 from offload.models.parts import ModelParts
 from offload.models.profile import built_profile
 from offload.models.quantized.modules import scratch_bytes
-from offload.models.spec import ModelSpec
+from offload.models.specs.spec import ModelSpec
 from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.footprint import Footprint, weights_of
 from offload.scheduler.hardware import Hardware

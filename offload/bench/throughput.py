@@ -23,7 +23,7 @@ from offload.bench.subject import Sizes, Subject
 from offload.bench.workload import FIRST_STEPS, Timing, Workload, activation_bytes, measure
 from offload.config import OffloadConfig
 from offload.measure.compute import hbm_rates, product_rate
-from offload.models.host_rows import CpuWork
+from offload.models.fused.host_rows import CpuWork
 from offload.scheduler.cost import Rates, predict_pass
 from offload.scheduler.plan import Plan, Tier
 from offload.scheduler.planner import Planned

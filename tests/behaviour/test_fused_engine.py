@@ -19,8 +19,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import offload
 from offload.errors import ClosedError, UnsupportedError
-from offload.models import fused, prompt
-from offload.models.kv_cache import KvLayer
+from offload.models.fused import decoder, prompt
+from offload.models.kv.cache import KvLayer
 
 Folder = Callable[[str], Path]
 Pair = tuple[PreTrainedModel, PreTrainedModel]
@@ -322,7 +322,7 @@ def test_a_pass_that_breaks_off_leaves_the_cache_as_it_was(
                 raise KeyboardInterrupt
             return real(*args, **kwargs)
 
-        target = prompt if tokens > 1 else fused.DecodeSession
+        target = prompt if tokens > 1 else decoder.DecodeSession
         what = "run_block" if tokens > 1 else "launch"
         real = getattr(target, what)
         with monkeypatch.context() as patch:

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import offload
-from offload.models.fused import FusedEngine
-from offload.models.kv_cache import common_of
+from offload.models.fused.decoder import FusedEngine
+from offload.models.kv.cache import common_of
 
 Folder = Callable[[str], Path]
 Pair = tuple[PreTrainedModel, PreTrainedModel]

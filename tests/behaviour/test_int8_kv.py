@@ -29,8 +29,8 @@ import offload
 from offload.errors import UnsupportedError
 from offload.measure.cache import rates_file
 from offload.measure.machine import this_machine
-from offload.models import host_columns, host_kv
-from offload.models.kv_cache import KvLayer, layers_of
+from offload.models.kv import host_columns, host_kv
+from offload.models.kv.cache import KvLayer, layers_of
 from offload.scheduler.hardware import Hardware
 
 Folder = Callable[[str], Path]

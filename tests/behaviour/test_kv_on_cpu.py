@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 
 import offload
 from offload.errors import BudgetError, UnsupportedError
-from offload.models import host_kv, prompt
-from offload.models.fused import FusedEngine
-from offload.models.host_kv import HostKv
-from offload.models.kv_cache import KvLayer
+from offload.models.fused import prompt
+from offload.models.fused.decoder import FusedEngine
+from offload.models.kv import host_kv
+from offload.models.kv.cache import KvLayer
+from offload.models.kv.host_kv import HostKv
 from offload.row_copies import HostCopies
 
 Folder = Callable[[str], Path]

@@ -20,7 +20,8 @@ from transformers import StoppingCriteria
 import offload
 from offload.bench.memory import peak_of
 from offload.errors import JobError, UnsupportedError
-from offload.models import prompt, spent
+from offload.models.fused import prompt
+from offload.models.lockstep import spent
 
 Folder = Callable[[str], Path]
 Request = dict[str, Any]

@@ -14,7 +14,7 @@ import offload
 from offload.kernels.linear import Linear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
-from offload.models import prefill_attention
+from offload.models.fused import prefill_attention
 from offload.models.profile import model_profile
 from offload.scheduler.engine import FUSED, CpuAttention
 from offload.scheduler.footprint import footprint, held_by_torch

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offload.kernels.qkv import QkvLayout
-from offload.models import families
-from offload.models.describe import describe
 from offload.models.quantized.layer import adjacent
-from offload.models.spec import CannotExpress, LayerSpec, LinearSpec, NormSpec
+from offload.models.specs import families
+from offload.models.specs.describe import describe
+from offload.models.specs.spec import CannotExpress, LayerSpec, LinearSpec, NormSpec
 
 pytestmark = pytest.mark.compat
 

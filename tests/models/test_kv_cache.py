@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from offload.models import kv_cache
-from offload.models.describe import describe
-from offload.models.host_kv import HostKv
-from offload.models.kv_cache import KvCommon, KvLayer, adopt, common_of, layers_of, new_cache
-from offload.models.spec import ModelSpec
+from offload.models.kv import cache as kv_cache
+from offload.models.kv.cache import KvCommon, KvLayer, adopt, common_of, layers_of, new_cache
+from offload.models.kv.host_kv import HostKv
+from offload.models.specs.describe import describe
+from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies
 
 pytestmark = pytest.mark.compat

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.models.padding import Holes, PaddingCheck, read_padding
+from offload.models.fused.padding import Holes, PaddingCheck, read_padding
 
 
 @given(

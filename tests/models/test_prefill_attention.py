@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.kernels.qkv import QkvLayout
-from offload.models import prefill_attention
-from offload.models.padding import Padding
-from offload.models.prefill_attention import PrefillAttention
-from offload.models.spec import LayerSpec, LinearSpec
+from offload.models.fused import prefill_attention
+from offload.models.fused.padding import Padding
+from offload.models.fused.prefill_attention import PrefillAttention
+from offload.models.specs.spec import LayerSpec, LinearSpec
 
 
 def layer(heads: int, kv_heads: int, head_dim: int) -> LayerSpec:

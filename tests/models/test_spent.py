@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.models import spent
+from offload.models.lockstep import spent
 
 pytestmark = pytest.mark.skipif(
     not (3, 11) <= sys.version_info < (3, 14), reason="nothing is let go of in this Python"

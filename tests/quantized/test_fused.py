@@ -193,7 +193,8 @@ def test_fillers_are_made_once_and_run_once_a_layer(
         return run
 
     monkeypatch.setattr(Decoder, "filler", counted)
-    monkeypatch.setattr("offload.models.block.MLP_ROWS", 7)  # of 38 rows: the MLP in six pieces
+    # Of 38 rows: the MLP in six pieces.
+    monkeypatch.setattr("offload.models.fused.block.MLP_ROWS", 7)
     out = folders.pack(source("llama"), tmp_path / "out", "int4-g32")
     with fused(out, HALF, dtype=torch.float32) as model:
         layers, slots = 3, model.offload.plan.slots

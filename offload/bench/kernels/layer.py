@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload.bench.kernels.case import Case
 from offload.bench.shapes import shape_config
-from offload.models.kv_cache import common_of
+from offload.models.kv.cache import common_of
 
 OPS = ("layer",)
 DTYPE = torch.bfloat16

@@ -17,7 +17,7 @@ from offload.models.quantized.modules import quantised_forwards
 from offload.models.quantized.scratch import Scratch
 from offload.models.quantized.stack import Stack, StoredWeight, stored_together
 from offload.models.quantized.whole import Fill
-from offload.models.spec import LayerSpec, LinearSpec, ModelSpec
+from offload.models.specs.spec import LayerSpec, LinearSpec, ModelSpec
 from offload.models.watched import Place
 from offload.store.layout import align
 

@@ -14,10 +14,10 @@ import torch
 from offload.kernels.host_attention import MOST_HEAD_DIM, HostAttention
 from offload.kernels.host_library import QUERY_DTYPES
 from offload.kernels.qkv import QkvLayout
-from offload.models.entry import Entry
-from offload.models.kv_cache import KvLayer
-from offload.models.padding import Padding
-from offload.models.spec import LayerSpec, ModelSpec
+from offload.models.fused.entry import Entry
+from offload.models.fused.padding import Padding
+from offload.models.kv.cache import KvLayer
+from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.row_copies import RowCopies
 from offload.sizes import format_size
 from offload.trace import Trace, Track

@@ -16,10 +16,10 @@ from offload.kernels.quantize_rows import QuantizeRows
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
-from offload.models.layer_weights import LayerWeights, Product
-from offload.models.prefill_attention import PrefillAttention
+from offload.models.fused.layer_weights import LayerWeights, Product
+from offload.models.fused.prefill_attention import PrefillAttention
 from offload.models.shape import MLP_ROWS
-from offload.models.spec import Angles, LayerSpec
+from offload.models.specs.spec import Angles, LayerSpec
 
 Rows = torch.Tensor | Int8Rows  # [rows, width]
 

@@ -12,14 +12,14 @@ from offload.kernels.call import current_stream
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.step_inputs import StepInputs
 from offload.kernels.workspace import Workspace
-from offload.models.decode_graph import LaunchGraph
-from offload.models.entry import Entry
-from offload.models.host_rows import CpuWork, HostRows
-from offload.models.kv_cache import KvLayer
-from offload.models.layer_calls import Launched, LayerCalls, Rows
-from offload.models.layer_weights import LayerWeights
-from offload.models.padding import Padding, PaddingCheck
-from offload.models.spec import ModelSpec
+from offload.models.fused.decode_graph import LaunchGraph
+from offload.models.fused.entry import Entry
+from offload.models.fused.host_rows import CpuWork, HostRows
+from offload.models.fused.layer_calls import Launched, LayerCalls, Rows
+from offload.models.fused.layer_weights import LayerWeights
+from offload.models.fused.padding import Padding, PaddingCheck
+from offload.models.kv.cache import KvLayer
+from offload.models.specs.spec import ModelSpec
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
 _KEYS, _VALUES = attrgetter("key_buffer"), attrgetter("value_buffer")

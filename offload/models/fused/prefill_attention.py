@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from offload.models.padding import Padding
-from offload.models.spec import LayerSpec
+from offload.models.fused.padding import Padding
+from offload.models.specs.spec import LayerSpec
 
 MASK_ELEMENTS = 1 << 26  # of one mask, or of one piece of float32 scores
 MIN_ROWS = 1024  # of a piece that is cut for a window's sake

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from offload.kernels import Norm
-from offload.models.layer_weights import make_norm
+from offload.models.fused.layer_weights import make_norm
 from offload.models.placeholder import Placeholder
-from offload.models.spec import Angles, ModelSpec
+from offload.models.specs.spec import Angles, ModelSpec
 from offload.models.watched import Hooks, Place, Watched, parameters_of
 
 _PLAIN = (bool, int, float, str, type(None))  # attributes that a forward may read

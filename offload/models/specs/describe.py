@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offload.models.families import FAMILIES, Names
 from offload.models.modules import find_layers
 from offload.models.quantized.modules import quantised_forward, whole_parameters
-from offload.models.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
+from offload.models.specs.families import FAMILIES, Names
+from offload.models.specs.spec import CannotExpress, LayerSpec, ModelSpec, NormSpec
 from offload.models.watched import is_foreign
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

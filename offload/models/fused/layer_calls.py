@@ -17,11 +17,11 @@ from offload.kernels.quant_gemm import QuantGemm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
-from offload.models.entry import Entry
-from offload.models.host_rows import Exchange, HostCall, HostRows
-from offload.models.layer_weights import LayerWeights, Product
+from offload.models.fused.entry import Entry
+from offload.models.fused.host_rows import Exchange, HostCall, HostRows
+from offload.models.fused.layer_weights import LayerWeights, Product
 from offload.models.quantized.layer import Filling
-from offload.models.spec import LayerSpec, ModelSpec
+from offload.models.specs.spec import LayerSpec, ModelSpec
 
 Launched = Call | Filling | Exchange | HostCall
 

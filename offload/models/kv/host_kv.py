@@ -12,7 +12,7 @@ import torch
 from offload import aio
 from offload.errors import BudgetError
 from offload.memory_limits import host_memory_available
-from offload.models.host_columns import SCALE, HostColumns
+from offload.models.kv.host_columns import SCALE, HostColumns
 from offload.row_copies import RowCopies
 from offload.sizes import format_size
 

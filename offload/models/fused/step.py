@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from offload.kernels.step_inputs import MASKS
-from offload.models.decode import DecodeSession
-from offload.models.kv_cache import layers_of, session_of
-from offload.models.spec import ModelSpec
+from offload.models.fused.decode import DecodeSession
+from offload.models.kv.cache import layers_of, session_of
+from offload.models.specs.spec import ModelSpec
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from offload.errors import JobError, UnsupportedError
 from offload.kernels.call import current_stream
 from offload.models.hooked import PassOwner
-from offload.models.set_aside import GrownTables, ThreadSettings
-from offload.models.spent import forwards, let_go
+from offload.models.lockstep.set_aside import GrownTables, ThreadSettings
+from offload.models.lockstep.spent import forwards, let_go
 
 T = TypeVar("T")
 

@@ -17,20 +17,20 @@ from offload.kernels.gemm import MOST_ROWS
 from offload.kernels.quant_gemm import MOST_ROWS as STORED_ROWS
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.workspace import Workspace
-from offload.models.around import Ahead, LastNorm
-from offload.models.decode import DecodeSession
-from offload.models.decode_graph import LaunchGraph
-from offload.models.decoder_layers import DecoderLayers
+from offload.models.fused.around import Ahead, LastNorm
+from offload.models.fused.decode import DecodeSession
+from offload.models.fused.decode_graph import LaunchGraph
+from offload.models.fused.decoder_layers import DecoderLayers
+from offload.models.fused.host_rows import CpuWork
+from offload.models.fused.prompt import Prompt, Room
+from offload.models.fused.request import Request, Unserved
+from offload.models.fused.step import Step
 from offload.models.hooked import NotCopied, PassForward, PassOwner
-from offload.models.host_kv import HostKv
-from offload.models.host_rows import CpuWork
-from offload.models.kv_cache import KvLayer, adopt, common_of, layers_of
+from offload.models.kv.cache import KvLayer, adopt, common_of, layers_of
+from offload.models.kv.host_kv import HostKv
 from offload.models.parts import ModelParts
-from offload.models.prompt import Prompt, Room
-from offload.models.request import Request, Unserved
 from offload.models.shape import MLP_ROWS
-from offload.models.spec import ModelSpec
-from offload.models.step import Step
+from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies, RowCopies
 
 _FIRST = 0, True  # of a session's stretches: that with the entry in it

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from offload.models.adjacent import lie_together
+from offload.models.fused.layer_weights import LayerWeights
 from offload.models.hooked import LayerForward
-from offload.models.layer_weights import LayerWeights
 from offload.models.parts import Part
 from offload.models.quantized.in_rows import rearrange
 from offload.models.quantized.layer import QuantisedLayer, adjacent_of
 from offload.models.quantized.scratch import Scratch
-from offload.models.spec import LayerSpec, ModelSpec
+from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.models.watched import Hooks, Structure, Watched, parameters_of
 from offload.scheduler.stream import Stream
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from offload.models.around import Ahead
-from offload.models.spec import Angles
+from offload.models.fused.around import Ahead
+from offload.models.specs.spec import Angles
 
 
 class Entry:

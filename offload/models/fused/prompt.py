@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from offload.kernels.workspace import Workspace
-from offload.models.block import Prefill, run_block
-from offload.models.host_columns import SCALE, HostColumns, quantise_into
-from offload.models.kv_cache import KvLayer
-from offload.models.layer_weights import LayerWeights
-from offload.models.padding import Padding
-from offload.models.prefill_attention import PrefillAttention
-from offload.models.spec import Angles, LayerSpec
+from offload.models.fused.block import Prefill, run_block
+from offload.models.fused.layer_weights import LayerWeights
+from offload.models.fused.padding import Padding
+from offload.models.fused.prefill_attention import PrefillAttention
+from offload.models.kv.cache import KvLayer
+from offload.models.kv.host_columns import SCALE, HostColumns, quantise_into
+from offload.models.specs.spec import Angles, LayerSpec
 from offload.row_copies import RowCopies
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values: [rows, kv_heads, columns, head_dim]

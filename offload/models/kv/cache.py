@@ -25,9 +25,9 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from offload.models.host_columns import HostColumns
-from offload.models.host_kv import GpuShare, HostBlock, HostKv
-from offload.models.spec import ModelSpec
+from offload.models.kv.host_columns import HostColumns
+from offload.models.kv.host_kv import GpuShare, HostBlock, HostKv
+from offload.models.specs.spec import ModelSpec
 
 MAX_AHEAD = 4096  # columns allocated before they are needed, where the final length is known
 MIN_AHEAD = 128  # and where it is not: these, or half of what is needed

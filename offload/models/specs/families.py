@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from offload.kernels.qkv import QkvLayout
-from offload.models.spec import Angles, CannotExpress, LayerSpec, LinearSpec, NormSpec
+from offload.models.specs.spec import Angles, CannotExpress, LayerSpec, LinearSpec, NormSpec
 
 ACTIVATIONS = {
     "relu": "relu",

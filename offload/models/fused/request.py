@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from offload.models.host_kv import HostKv
-from offload.models.kv_cache import adopt, dtype_of, layers_of, new_cache, session_of
-from offload.models.padding import Holes, Padding, PaddingCheck, read_padding
-from offload.models.spec import ModelSpec
-from offload.models.step import Step
+from offload.models.fused.padding import Holes, Padding, PaddingCheck, read_padding
+from offload.models.fused.step import Step
+from offload.models.kv.cache import adopt, dtype_of, layers_of, new_cache, session_of
+from offload.models.kv.host_kv import HostKv
+from offload.models.specs.spec import ModelSpec
 
 _SERVED = {
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids"),

@@ -13,7 +13,7 @@ from offload.kernels.quant_gemm import MOST_ROWS
 from offload.models.adjacent import joined
 from offload.models.quantized.layer import Filling, QuantisedLayer
 from offload.models.quantized.stack import StoredWeight
-from offload.models.spec import LayerSpec, LinearSpec, NormSpec
+from offload.models.specs.spec import LayerSpec, LinearSpec, NormSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Several calls of one model that share every load of a layer."""
