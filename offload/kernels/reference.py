@@ -115,10 +115,12 @@ def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     most = x.abs().amax(-1).clamp(min=1e-30)
     finite = torch.isfinite(most)
-    # Not 127 / most, which torch rounds twice.
-    factor = torch.where(finite, torch.full_like(most, 127) / most, 0)
+    # A tensor is divided by a tensor: 127 / most is rounded twice, and on a GPU most / 127 is a
+    # product with 1 / 127.
+    largest_code = torch.full_like(most, 127)
+    factor = torch.where(finite, largest_code / most, 0)
     codes = (x.double() * factor.double().unsqueeze(-1)).nan_to_num(0).round()
-    return codes.to(torch.int8), torch.where(finite, most / 127, torch.nan)
+    return codes.to(torch.int8), torch.where(finite, most / largest_code, torch.nan)
 
 
 def scale_sums(

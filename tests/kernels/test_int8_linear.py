@@ -138,9 +138,13 @@ def test_the_same_codes_as_the_reference(machine: str, dtype: torch.dtype) -> No
     x[2] *= 1e-36 if dtype != torch.float16 else 1e-7
     codes, scales = int8_places(33, 256, x.device.type)
     launch(QuantizeRows(x, codes[: 33 * 256].view(33, 256), scales[:33]), machine)
-    wanted, steps = reference.int8_rows(x.float())
-    assert torch.equal(codes[: 33 * 256].view(33, 256), wanted)
-    assert torch.equal(scales[:33], steps)
+    wanted, steps = reference.int8_rows(x.cpu().float())
+    for found, of_rows in (
+        (codes[: 33 * 256].view(33, 256), scales[:33]),
+        reference.int8_rows(x.float()),  # where it lies
+    ):
+        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(of_rows.cpu(), steps)
     assert not codes[:256].any() and torch.isfinite(scales[0])
 
 
