@@ -72,8 +72,11 @@ def _largest(weight: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low.float(), high.float())
 
 
-def _scale(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A step as it is stored: never 0, so that codes can be divided by it."""
+def _scale(size: torch.Tensor, steps: float, dtype: torch.dtype) -> torch.Tensor:
+    """size / steps as it is stored: never 0, so that codes can be divided by it."""
+    # Divided by a tensor: on a GPU a division by a number is a product with 1 / steps, and a folder
+    # that is written there would have other bytes.
+    size = size / torch.full_like(size, steps)
     size = torch.where(size == 0, 1.0, size)
     return size.to(dtype).clamp(min=2.0**-24 if dtype == torch.float16 else 2.0**-126)
 
@@ -130,10 +133,10 @@ def _affine(
     """Codes [n, G, c], scales and zeros [n, G] for the ranges low <= 0 <= high [n, G]."""
     steps, least, most = (1 << bits) - 1, -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     if zero_points:
-        scale = _scale((high / 2 - low / 2) / (steps / 2), dtype)  # high - low may overflow
+        scale = _scale(high / 2 - low / 2, steps / 2, dtype)  # high - low may overflow
         zero = (least - low / scale.float()).round().clamp(least, most)
     else:
-        scale = _scale(torch.maximum(-low, high) / (steps / 2), dtype)
+        scale = _scale(torch.maximum(-low, high), steps / 2, dtype)
         zero = torch.zeros_like(low)
     code = (x / scale.float()[..., None] + zero[..., None]).clamp(least, most).round()
     return code, scale, zero
@@ -180,7 +183,7 @@ def _fp8(
     padded = torch.nn.functional.pad(part, (0, -columns % wide, 0, -n % high))
     x = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [blocks, high, blocks, wide]
     size = x.abs().amax((1, 3)) if whole is None else whole.expand(1, 1)
-    scale = _scale(size / FP8_MAX, dtype)
+    scale = _scale(size, FP8_MAX, dtype)
     code = (x / scale.float()[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     code = code.flatten(2).flatten(0, 1)[:n, :columns]
     stored["weight"][at] = code.to(torch.float8_e4m3fn)

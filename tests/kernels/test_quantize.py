@@ -110,6 +110,17 @@ def test_compressed_tensors_writes_the_same(name: str) -> None:
         ), part
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_same_bytes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    form, weight = WeightFormat.parse(name), draw(450, 1024, dtype=dtype)
+    stored = quantise(weight.cuda(), form)
+    for part, tensor in quantise(weight, form).items():
+        assert torch.equal(stored[part].cpu().view(torch.uint8), tensor.view(torch.uint8)), part
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("order", [False, True])
