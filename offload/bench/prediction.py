@@ -16,6 +16,7 @@ from offload.bench.table import format_table
 from offload.bench.workload import Workload, measure
 from offload.config import OffloadConfig
 from offload.models.quantized.wanted import Wishes
+from offload.scheduler.estimate import Estimate
 from offload.scheduler.setting import Goal
 
 GIB = 1 << 30
@@ -87,7 +88,7 @@ class Row:
     rate: tuple[float, float] | None = None  # tokens a second of the whole
     gpu: tuple[int, int] | None = None  # bytes that the plan counts, and PyTorch's peak
     seconds: float = 0.0  # that the case took
-    picture: list[str] = field(default_factory=list)  # of a decode step, where it was asked for
+    pictures: list[str] = field(default_factory=list)  # of both passes, where they were asked for
 
     @property
     def errors(self) -> list[float]:
@@ -194,8 +195,8 @@ def measure_predictions(
     say: Callable[[str], None] = lambda line: None,
     pictures: bool = False,
 ) -> Predictions:
-    """Plan and run every case, one after the other; with `pictures` each makes some tokens more
-    under a trace.
+    """Plan and run every case, one after the other; with `pictures` each reads its prompts and
+    makes some tokens more under a trace.
     """
     result = Predictions(prompt, gen, _name(device), rates)
     for case in cases:
@@ -207,7 +208,7 @@ def measure_predictions(
             row.problem = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         row.seconds = time.perf_counter() - start
         result.rows.append(row)
-        say("\n    ".join(["  ".join(cell for cell in row.cells() if cell), *row.picture]))
+        say("\n    ".join(["  ".join(cell for cell in row.cells() if cell), *row.pictures]))
     return result
 
 
@@ -241,7 +242,7 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) 
             timing = measure(model, work, device)
             peak = gpu_peaks(device)[0]
             if pictures:
-                row.picture = _picture(model, work, device)
+                row.pictures = _pictures(model, work, found, device)
     row.layers = (how.resident, how.cpu, how.nvme)
     row.batch, row.on_cpu, row.limit = how.batch, how.cpu_sequences, found.limit
     row.prefill = (found.prefill_seconds, timing.prefills[-1])
@@ -251,13 +252,20 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) 
     row.gpu = (found.memory.device, peak) if device.type == "cuda" else None
 
 
-def _picture(model: Any, work: Workload, device: torch.device) -> list[str]:
-    """The median pass of some: with a prefill and three steps, a step."""
+def _pictures(model: Any, work: Workload, found: Estimate, device: torch.device) -> list[str]:
+    """A page of the prefill, and one of the median decode step of some."""
     ids = work.prompts(model.config.get_text_config(decoder=True).vocab_size, device)
-    with model.offload.trace():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-    report = model.offload.report()
-    return report.picture.lines(report.predicted)
+    lines = []
+    # With a prefill and three steps, the median is a step.
+    for name, tokens, predicted in (("prefill", 1, found.prefill), ("step", 4, found.decode)):
+        with model.offload.trace():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+            )
+        picture = model.offload.report().picture
+        busy = {**predicted.busy, "compute": predicted.compute, "pass": predicted.seconds}
+        lines += [f"{name}: {line}" for line in picture.lines(busy)]
+    return lines
 
 
 def _pair(found: tuple[float, float] | None, scale: float) -> tuple[str, str, str]:

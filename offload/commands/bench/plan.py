@@ -37,7 +37,8 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--pictures",
         action="store_true",
-        help="also a page of a decode step: what each resource did, and was predicted to do",
+        help="also a page of the prefill and one of a decode step: what each resource did, and was "
+        "predicted to do",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
