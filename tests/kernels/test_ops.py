@@ -12,6 +12,8 @@ from machines import needs_gpu
 
 from offload.kernels import Norm, QkvLayout, ops, reference
 from offload.kernels.dequantize import dequantise
+from offload.kernels.ops.format_fields import format_fields
+from offload.kernels.ops.norm_fields import norm_fields
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import WeightFormat
 
@@ -19,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
 def flat(name: str, norm: Norm | None) -> dict[str, Any]:
-    return ops._norm_fields(name, norm)
+    return norm_fields(name, norm)
 
 
 class Samples:
@@ -121,7 +123,7 @@ class Samples:
         for name in names:
             form = WeightFormat.parse(name)
             tensors = quantise(self.tensor(10, 64), form)
-            found.append(ops._format_fields(form, tensors, (10, 64)))
+            found.append(format_fields(form, tensors, (10, 64)))
         return found
 
 
