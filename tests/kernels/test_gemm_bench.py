@@ -12,6 +12,7 @@ import torch
 
 from offload.bench.kernels import gemm, run
 from offload.bench.kernels.case import Case, Rates, copies, launches, measure
+from offload.bench.kernels.gemm_sweep import Sweep
 from offload.cli import main
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def test_launches_are_by_copy() -> None:
     assert [call.launched for call in calls] == [0, 1]
 
 
-def test_the_figures_of_the_issue_are_among_the_shapes() -> None:
+def test_the_shapes_of_the_figures_are_among_them() -> None:
     assert {(5120, 15360), (20480, 5120), (11008, 4096), (28672, 8192)} <= set(gemm.SHAPES)
     assert gemm.ROWS == (1, 2, 4, 8, 16)
 
@@ -84,7 +85,7 @@ def test_the_sweep_times_a_norm_fused_and_apart(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gemm, "SHAPES", ((24, 40),))
     monkeypatch.setattr(gemm, "ROWS", (2, 4))
     lines: list[str] = []
-    found = gemm.Sweep(CPU, RATES, lines.append).run(lambda name: name == "K24 N40")
+    found = Sweep(CPU, RATES, lines.append).run(lambda name: name == "K24 N40")
     assert not [swept for swept in found if swept.error or not swept.us]
     normed = {what for what, fused in gemm.FUSED.items() if fused[0]}
     assert {(s.what, s.rows) for s in found if s.way == "apart"} == {(w, 4) for w in normed}

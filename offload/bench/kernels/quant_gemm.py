@@ -156,8 +156,6 @@ def sweep(
     a line for each, returns all of it as data. "late" is without programmatic dependent launch. A
     result that is wrong is said and not measured.
     """
-    if device.type != "cuda":
-        raise ValueError("the sweep needs a CUDA device")
     found: list[dict[str, Any]] = []
     shapes: list[tuple[str, Shapes]] = [(f"K{k} N{n}", ((k, n),)) for k, n in SHAPES]
     for name, matrices in (*shapes, ("Llama-7B layer", LAYER)):

@@ -46,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     """Measure, and print; the exit status says whether all ran."""
     import torch
 
-    from offload.bench.kernels import gemm, quant_gemm, run
+    from offload.bench.kernels import gemm, gemm_sweep, quant_gemm, run
     from offload.bench.kernels.case import Rates
     from offload.bench.result import machine
 
@@ -61,16 +61,18 @@ def execute(args: argparse.Namespace) -> int:
     failed = False
 
     if args.sweep:
-        swept = {gemm.OP: gemm, quant_gemm.OP: quant_gemm}
-        if len(ops) > 1 or set(ops) - swept.keys():
-            raise ValueError(f"--sweep is for one of the ops {' and '.join(swept)}")
+        sweeps = {gemm.OP: gemm_sweep.sweep, quant_gemm.OP: quant_gemm.sweep}
+        if len(ops) > 1 or set(ops) - sweeps.keys():
+            raise ValueError(f"--sweep is for one of the ops {' and '.join(sweeps)}")
+        if device.type != "cuda":
+            raise ValueError("the sweep needs a CUDA device")
         rates, facts = Rates.measure(device, 1.0), machine(device)
         tell = say if args.json else print
         tell(run.heading(rates, facts))
         found = {
             "machine": facts,
             "rates": asdict(rates),
-            "sweep": swept[ops[0] if ops else gemm.OP].sweep(device, rates, wanted.shape, tell),
+            "sweep": sweeps[ops[0] if ops else gemm.OP](device, rates, wanted.shape, tell),
         }
     else:
         result = run.run_kernels(wanted, say)
