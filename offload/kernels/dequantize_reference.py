@@ -9,12 +9,13 @@ from collections.abc import Mapping
 import torch
 
 from offload.kernels.packing import decode_e2m1, decode_e8m0, unpack_awq, unpack_words
-from offload.kernels.weight_format import WeightFormat
+from offload.kernels.panels import panel_zeros, unpack_panels, unpair_rows
+from offload.kernels.weight_format import PANEL_ROWS, WeightFormat
 
 # Elements that are worked on at once: their float32 stays in a processor's cache.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24  # on a GPU: enough to fill it
-_ROWS = 32  # chunks begin at multiples: no word of packed rows is cut
+_ROWS = 32  # chunks begin at multiples: no word of packed rows is cut, nor a panel
 
 
 def dequantise_reference(
@@ -83,6 +84,13 @@ def _rows(
             if layout == "gptq":
                 zero = (zero + 1) & ((1 << bits) - 1)
         return code, zero, scale.float()
+    if layout == "panels":
+        tiles = slice(low // PANEL_ROWS, high // PANEL_ROWS)
+        scale = unpair_rows(stored["weight_panel_scale"][tiles]).float()
+        zero = torch.full_like(scale, 1 << (bits - 1))
+        if form.zero_points:
+            zero = panel_zeros(stored["weight_panel_zero"][tiles])
+        return unpack_panels(stored["weight_panels"][tiles], bits), zero, scale
     if form.kind == "mxfp4":
         packed = stored["blocks" if layout == "gpt_oss" else "weight_packed"][low:high].flatten(1)
         return decode_e2m1(packed), None, decode_e8m0(stored[form.scale_name][low:high])

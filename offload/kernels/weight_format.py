@@ -38,6 +38,12 @@ b * i + b - 1, the lowest bits first. G is the number of groups in a row, ceil(K
                        unsigned code[8 m + (0, 2, 4, 6, 1, 3, 5, 7)[i], k] as code i.
     qzeros             int32 [G, N / 8]: zero[n, g], likewise.
     scales             fp16, bf16 or fp32 [G, N].
+`panels` (on a compute device alone, no file has it: see `panels`; int4 and int8)
+    weight_panels      uint8 [N / 16, K / C, 512], C = 256 / b columns: the codes of 16 rows and C
+                       columns, as unsigned numbers, in the order in which tensor cores take them.
+    weight_panel_scale fp16 or bf16 [N / 16, G, 8, 2]: those of the rows i and 8 + i of 16.
+    weight_panel_zero  (with zero points) uint8, int8 [N / 16, G, 8, 2] likewise; int4
+                       [N / 16, G, 8], row i's in the low nibble; without them zero is 2^(b-1).
 `mxfp4` (compressed-tensors `mxfp4-pack-quantized`; OCP microscaling)
     weight_packed      uint8 [N, K / 2]: columns 2 j (low nibble) and 2 j + 1 (high) of row n in
                        byte [n, j]; a nibble is sign, two bits of exponent, one of mantissa (e2m1):
@@ -59,11 +65,15 @@ from typing import Literal
 import torch
 
 Kind = Literal["int4", "int8", "fp8", "mxfp4"]
-Layout = Literal["packed", "plain", "fp8_block", "gptq", "gptq_v2", "awq", "mxfp4", "gpt_oss"]
+Layout = Literal[
+    "packed", "plain", "fp8_block", "gptq", "gptq_v2", "awq", "panels", "mxfp4", "gpt_oss"
+]
 Stored = tuple[torch.dtype, tuple[int, ...]]  # a tensor in a file: dtype and shape
 
 SHAPE = "weight_shape"
 MX_GROUP = 32
+PANEL_ROWS = 16
+PANEL_BYTES = 512  # of the codes that lie together
 FP8_MAX = 448.0
 W8A8 = "w8a8"  # the published name of int8 weights and inputs
 GROUPS = (32, 64, 128)  # those that are written
@@ -75,6 +85,7 @@ _KINDS: dict[Layout, tuple[Kind, ...]] = {
     "gptq": ("int4", "int8"),
     "gptq_v2": ("int4", "int8"),
     "awq": ("int4",),
+    "panels": ("int4", "int8"),
     "mxfp4": ("mxfp4",),
     "gpt_oss": ("mxfp4",),
 }
@@ -109,6 +120,11 @@ class WeightFormat:
             raise ValueError(f"{self.layout!r} has no scale for {rows} rows together")
         if self.zero_points and self.kind not in ("int4", "int8"):
             raise ValueError(f"{self.kind} has no zero points")
+        if self.layout == "panels" and (rows != 1 or columns % MX_GROUP):
+            raise ValueError(
+                f"panels share a scale among the columns of a row, or a multiple of {MX_GROUP} of "
+                f"them, not among {self.block}"
+            )
         if self.zero_points and self.layout == "packed" and self.block == (0, 0):
             raise ValueError("one packed zero point for a whole tensor has no published layout")
         if self.act_order and self.layout not in ("packed", "gptq", "gptq_v2"):
@@ -134,6 +150,11 @@ class WeightFormat:
     def per_word(self) -> int:
         """Codes in an int32."""
         return _WORD // self.bits
+
+    @property
+    def panel_columns(self) -> int:
+        """Columns whose codes lie together in `panels`."""
+        return PANEL_BYTES * 8 // (PANEL_ROWS * self.bits)
 
     @property
     def by_rows(self) -> bool:
@@ -211,7 +232,7 @@ class WeightFormat:
         if self.layout == "gpt_oss":
             n, k = k, n
         columns = self.block[1]
-        if columns and k % columns and self.layout in ("packed", "awq", "mxfp4", "gpt_oss"):
+        if columns and k % columns and self.layout in _WHOLE_GROUPS:
             raise ValueError(
                 f"{k} inputs do not divide into groups of {columns} ({self.name}); choose a group "
                 "that divides them, one scale a row (-channel), or leave this weight as it is"
@@ -221,6 +242,11 @@ class WeightFormat:
             raise ValueError(f"{n} outputs do not divide into words of {per} codes ({self.name})")
         if self.layout in ("gptq", "gptq_v2") and k % per:
             raise ValueError(f"{k} inputs do not divide into words of {per} codes ({self.name})")
+        if self.layout == "panels" and (n % PANEL_ROWS or k % self.panel_columns):
+            raise ValueError(
+                f"{n} outputs and {k} inputs do not divide into panels of {PANEL_ROWS} and "
+                f"{self.panel_columns} ({self.name})"
+            )
 
     def stored(
         self, shape: tuple[int, ...], scale: torch.dtype = torch.bfloat16
@@ -254,6 +280,13 @@ class WeightFormat:
         elif self.layout == "fp8_block":
             found["weight"] = torch.float8_e4m3fn, (n, k)
             found["weight_scale_inv"] = scale, grid
+        elif self.layout == "panels":
+            tiles = n // PANEL_ROWS
+            found["weight_panels"] = torch.uint8, (tiles, k // self.panel_columns, PANEL_BYTES)
+            found["weight_panel_scale"] = scale, (tiles, g, PANEL_ROWS // 2, 2)
+            if self.zero_points:
+                pair = () if self.bits == 4 else (2,)
+                found["weight_panel_zero"] = torch.uint8, (tiles, g, PANEL_ROWS // 2, *pair)
         elif self.layout == "mxfp4":
             found["weight_packed"] = torch.uint8, (n, k // 2)
             found["weight_scale"] = torch.uint8, (n, k // MX_GROUP)
@@ -271,6 +304,8 @@ class WeightFormat:
         """The end of the name of the tensor that holds the scales."""
         if self.layout == "fp8_block":
             return "weight_scale_inv"
+        if self.layout == "panels":
+            return "weight_panel_scale"
         return "weight_scale" if self.layout in ("packed", "plain", "mxfp4") else "scales"
 
     def check_stored(self, found: Mapping[str, Stored], shape: tuple[int, ...]) -> None:
@@ -285,8 +320,12 @@ class WeightFormat:
                 raise ValueError(f"{name} is missing")
             has_dtype, has_size = found[name]
             if name == self.scale_name and dtype != torch.uint8:
-                allowed = (*_FLOATS, torch.float8_e8m0fnu)
-                if dtype not in (allowed if self.layout == "fp8_block" else _FLOATS):
+                allowed: tuple[torch.dtype, ...] = _FLOATS
+                if self.layout == "fp8_block":
+                    allowed = *_FLOATS, torch.float8_e8m0fnu
+                elif self.layout == "panels":
+                    allowed = _FLOATS[:2]
+                if dtype not in allowed:
                     raise ValueError(f"{name} holds {dtype}, which is no dtype of such scales")
             same = has_size == size or (
                 name in ("weight_scale", "weight_scale_inv", "weight_zero_point")
@@ -303,6 +342,8 @@ def _written(kind: Kind, block: tuple[int, int], zero_points: bool) -> WeightFor
     return WeightFormat(kind, _LAYOUTS[kind], block, zero_points)
 
 
+# A row has no group that is shorter than the others.
+_WHOLE_GROUPS = ("packed", "awq", "panels", "mxfp4", "gpt_oss")
 _LAYOUTS: dict[Kind, Layout] = {  # in which each kind is written
     "int4": "packed",
     "int8": "packed",

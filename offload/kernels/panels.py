@@ -1,0 +1,163 @@
+"""Weights in `panels`, the order in which tensor cores take their codes: that order in torch's own
+operations, both ways.
+
+The weights are the 16-row operand A of `mma.sync.m16n8k16`, whose lane 4 g + t, g below 8 and t
+below 4, holds of every 16 columns 4 in the rows g and g + 8. 16 rows and 256 / b columns of codes
+of b bits are 512 bytes, 16 a lane, lane after lane: 4 little-endian words.
+
+int4: the word 2 h + s is the operand of one product: the columns 32 h + 8 t + 4 s + (0, 1, 2, 3)
+      of the 64. Its nibbles, the lowest first, are column 0 of the rows g and g + 8, column 2 of
+      both, column 1, column 3: so that `word >> 4 i & 0x000f000f` are the operand's four registers.
+int8: the word 2 j + p holds of the row g + 8 p the columns 8 t + 4 j + (0, 1, 2, 3) of the 32.
+
+So a lane's activations are 8 neighbours, one load for two products. Panels of weights that act as
+one are those of each, one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from offload.kernels.packing import pack_words, unpack_awq, unpack_words
+from offload.kernels.weight_format import PANEL_BYTES, PANEL_ROWS, WeightFormat
+
+# What each stored tensor becomes, of as many bytes.
+RENAMED = {
+    "weight_packed": "weight_panels",
+    "weight_scale": "weight_panel_scale",
+    "weight_zero_point": "weight_panel_zero",
+    "qweight": "weight_panels",
+    "scales": "weight_panel_scale",
+    "qzeros": "weight_panel_zero",
+}
+_ROWS = PANEL_ROWS // 2  # a lane has one of the first half, and one of the second
+_NIBBLE_COLUMNS = [0, 2, 1, 3]  # in a word's bytes, each of two rows; its own inverse
+
+
+def panels_of(form: WeightFormat, shape: tuple[int, ...]) -> WeightFormat | None:
+    """The format of a weight [N, K] once it is arranged in panels; None where it cannot be."""
+    if form.layout not in ("packed", "gptq", "gptq_v2", "awq"):
+        return None
+    if form.act_order or form.block[0] != 1 or len(shape) != 2:
+        return None
+    zeros = form.zero_points or form.layout != "packed"
+    try:
+        panels = WeightFormat(form.kind, "panels", form.block, zeros)
+        panels.check_shape(shape)
+    except ValueError:
+        return None
+    return panels
+
+
+def rows_of(form: WeightFormat) -> WeightFormat:
+    """The format of a weight in panels once it lies in rows again."""
+    return WeightFormat(form.kind, "packed", form.block, form.zero_points)
+
+
+def in_panels(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the same weight as `panels_of` has it, by the ends of their names."""
+    codes = pack_panels(_codes(form, stored), form.bits)
+    return {"weight_panels": codes, **scales_in_panels(form, stored)}
+
+
+def scales_in_panels(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Of `in_panels` all but the codes, which are most of it."""
+    scales = _scales(form, stored)
+    found = {"weight_panel_scale": pair_rows(scales)}
+    zeros = _zeros(form, stored, *scales.shape)
+    if zeros is not None:
+        pairs = pair_rows(zeros)
+        found["weight_panel_zero"] = pairs[..., 0] | pairs[..., 1] << 4 if form.bits == 4 else pairs
+    return found
+
+
+def in_rows(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, by the ends of their names, of a weight in panels as `rows_of` has it."""
+    codes = unpack_panels(stored["weight_panels"], form.bits)
+    found = {"weight_packed": pack_words(codes, form.bits)}
+    found["weight_scale"] = unpair_rows(stored["weight_panel_scale"])
+    if form.zero_points:
+        zeros = panel_zeros(stored["weight_panel_zero"])
+        found["weight_zero_point"] = pack_words(zeros.T, form.bits).T.contiguous()
+    return found
+
+
+def pack_panels(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [N, K] of `bits` (4 or 8) bits -> uint8 [N / 16, K / C, 512]."""
+    n, k = codes.shape
+    if bits == 4:
+        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 64, 2, 4, 2, 4)[..., _NIBBLE_COLUMNS]
+        pairs = lanes.permute(0, 3, 2, 5, 4, 6, 7, 1)  # tile, chunk, g, t, h, s, byte, row of both
+        octets = pairs[..., 0] | pairs[..., 1] << 4
+    else:
+        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 32, 4, 2, 4)
+        octets = lanes.permute(0, 3, 2, 4, 5, 1, 6)  # tile, chunk, g, t, j, p, byte
+    return octets.reshape(n // PANEL_ROWS, -1, PANEL_BYTES)
+
+
+def unpack_panels(panels: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [N / 16, K / C, 512] -> uint8 [N, K]."""
+    tiles, chunks = panels.shape[:2]
+    if bits == 4:
+        lanes = panels.view(tiles, chunks, _ROWS, 4, 2, 2, 4)
+        both = torch.stack(
+            (lanes & 15, lanes >> 4), 1
+        )  # tile, row of both, chunk, g, t, h, s, byte
+        ordered = both.permute(0, 1, 3, 2, 5, 4, 6, 7)[..., _NIBBLE_COLUMNS]
+    else:
+        lanes = panels.view(tiles, chunks, _ROWS, 4, 2, 2, 4)  # ..., g, t, j, p, byte
+        ordered = lanes.permute(0, 5, 2, 1, 3, 4, 6)
+    return ordered.reshape(tiles * PANEL_ROWS, -1)
+
+
+def pair_rows(grid: torch.Tensor) -> torch.Tensor:
+    """[N, G] -> [N / 16, G, 8, 2]: of 16 rows the first and second half beside each other."""
+    tiles = grid.reshape(-1, 2, _ROWS, grid.shape[1])
+    return tiles.permute(0, 3, 2, 1).contiguous()
+
+
+def unpair_rows(pairs: torch.Tensor) -> torch.Tensor:
+    """[N / 16, G, 8, 2] -> [N, G]."""
+    return pairs.permute(0, 3, 2, 1).reshape(-1, pairs.shape[1])
+
+
+def panel_zeros(stored: torch.Tensor) -> torch.Tensor:
+    """The zeros of panels, [N / 16, G, 8] of int4 or [N / 16, G, 8, 2] -> uint8 [N, G]."""
+    if stored.dim() == 3:
+        stored = torch.stack((stored & 15, stored >> 4), -1)
+    return unpair_rows(stored)
+
+
+def _codes(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The codes of a weight that can lie in panels, uint8 [N, K]."""
+    if form.layout == "awq":
+        return unpack_awq(stored["qweight"]).T.contiguous()
+    words = stored["weight_packed"] if form.layout == "packed" else stored["qweight"].T
+    return unpack_words(words, form.bits, words.shape[1] * form.per_word)
+
+
+def _scales(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Its scales, [N, G]."""
+    if form.layout != "packed":
+        return stored["scales"].T
+    scales = stored["weight_scale"]
+    return scales.reshape(scales.shape[0], -1)
+
+
+def _zeros(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor], outputs: int, groups: int
+) -> torch.Tensor | None:
+    """Its zero points as they count, uint8 [N, G]; None where it has none."""
+    if form.layout == "awq":
+        return unpack_awq(stored["qzeros"]).T
+    if form.layout != "packed":
+        zeros = unpack_words(stored["qzeros"], form.bits, outputs).T
+        return (zeros + 1) & ((1 << form.bits) - 1) if form.layout == "gptq" else zeros
+    if not form.zero_points:
+        return None
+    words = stored["weight_zero_point"].reshape(-1, groups)
+    return unpack_words(words.T, form.bits, outputs).T
