@@ -40,6 +40,25 @@ inline float encode(const float* from, int count, int8_t* to, int64_t apart) {
     return encode(from, count, largest_of(largest), to, apart);
 }
 
+// kWide sums, or the `count` that there are, from the order in which Simd::interleave has columns.
+inline void put_wide(const int32_t* high, const int32_t* low, int32_t high_excess,
+                     int32_t low_excess, float scale, float* sums, int count) {
+    V some[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        I highs, lows;
+        __builtin_memcpy(&highs, high + i * kLanes, sizeof highs);
+        __builtin_memcpy(&lows, low + i * kLanes, sizeof lows);
+        some[i] =
+            (256.0f * Simd::to_float(highs - high_excess) + Simd::to_float(lows - low_excess)) *
+            scale;
+    }
+    Simd::transpose_quarters(some);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        if (i * kLanes < count) store(sums + i * kLanes, some[i]);
+}
+
 // sums[g][r] (+)= q_g . row r over N vectors from element d on, the last of `some` elements, lane
 // by lane.
 template <int Q, int N>
@@ -112,19 +131,14 @@ struct Integers {
             dots_of_bytes<Q, 1>(w, rows, count, g, d, w.dim - d, sums, ahead);
     }
 
-    // The item's sums from what products gave, less what is too much in both; these are in the
-    // order in which Simd::interleave has columns.
+    // The item's sums from what products gave, less what is too much in both.
     static void put_sums(const Work& w, int g, int32_t high_excess, int32_t low_excess) {
         const int32_t* const high = raw_of(w, g);
         const int32_t* const low = high + offload_host::kBlock * w.wide_dim;
         float* const sums = w.sums + int64_t(g) * w.padded_dim;
-        for (int d = 0; d < w.padded_dim; d += 4) {
-            const int inside = d % kWide, from = d - inside + inside / 4 % 4 * 16 + inside / 16 * 4;
-            for (int i = 0; i < 4; i++)
-                sums[d + i] = (256.0f * float(high[from + i] - high_excess) +
-                               float(low[from + i] - low_excess)) *
-                              w.code_scales[g];
-        }
+        for (int d = 0; d < w.padded_dim; d += kWide)
+            put_wide(high + d, low + d, high_excess, low_excess, w.code_scales[g], sums + d,
+                     w.padded_dim - d);
     }
 
   private:

@@ -97,6 +97,17 @@ struct Simd {
             }
         }
     }
+    // Quarter j of vector i becomes quarter i of vector j.
+    static void transpose_quarters(V (&v)[4]) {
+        const __m512 even = _mm512_shuffle_f32x4((__m512)v[0], (__m512)v[1], 0x88);
+        const __m512 odd = _mm512_shuffle_f32x4((__m512)v[0], (__m512)v[1], 0xdd);
+        const __m512 even2 = _mm512_shuffle_f32x4((__m512)v[2], (__m512)v[3], 0x88);
+        const __m512 odd2 = _mm512_shuffle_f32x4((__m512)v[2], (__m512)v[3], 0xdd);
+        v[0] = (V)_mm512_shuffle_f32x4(even, even2, 0x88);
+        v[1] = (V)_mm512_shuffle_f32x4(odd, odd2, 0x88);
+        v[2] = (V)_mm512_shuffle_f32x4(even, even2, 0xdd);
+        v[3] = (V)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
     static void transpose(V (&rows)[16]) {
         V pairs[16];
 #pragma GCC unroll 8
@@ -114,16 +125,10 @@ struct Simd {
         // rows[4 a + c] has of rows 4 a to 4 a + 3 column 4 l + c, in quarter l.
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
-            const __m512 a = (__m512)rows[c], b = (__m512)rows[4 + c];
-            const __m512 d = (__m512)rows[8 + c], e = (__m512)rows[12 + c];
-            const __m512 even = _mm512_shuffle_f32x4(a, b, 0x88);
-            const __m512 odd = _mm512_shuffle_f32x4(a, b, 0xdd);
-            const __m512 even2 = _mm512_shuffle_f32x4(d, e, 0x88);
-            const __m512 odd2 = _mm512_shuffle_f32x4(d, e, 0xdd);
-            rows[c] = (V)_mm512_shuffle_f32x4(even, even2, 0x88);
-            rows[4 + c] = (V)_mm512_shuffle_f32x4(odd, odd2, 0x88);
-            rows[8 + c] = (V)_mm512_shuffle_f32x4(even, even2, 0xdd);
-            rows[12 + c] = (V)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+            V some[4] = {rows[c], rows[4 + c], rows[8 + c], rows[12 + c]};
+            transpose_quarters(some);
+#pragma GCC unroll 4
+            for (int l = 0; l < 4; l++) rows[4 * l + c] = some[l];
         }
     }
     // The nearest integers, of 16 bits, as 256 * high + low.

@@ -49,13 +49,8 @@ struct WholeTiles {  // of int8, with codes of 16 bits
         return encode(from, count, reinterpret_cast<int8_t*>(to), apart);
     }
     static V scores(I high, I low) { return Simd::to_float((high << 8) + low); }
-    // 64 sums, from the order in which Simd::interleave has elements.
     static void put_sums(const int32_t* high, const int32_t* low, float scale, float* sums) {
-        for (int d = 0; d < kChunkDims; d += 4) {
-            const int from = d / 4 % 4 * 16 + d / 16 * 4;
-            for (int i = 0; i < 4; i++)
-                sums[d + i] = (256.0f * float(high[from + i]) + float(low[from + i])) * scale;
-        }
+        put_wide(high, low, 0, 0, scale, sums, kChunkDims);
     }
     // Four rows make a row of four tiles.
     static void interleave(const char* const (&rows)[4], char* to) {
