@@ -25,6 +25,7 @@ LAUNCHERS = {
     "offload_step_inputs": structs.StepInputsStruct,
     "offload_quantize_rows": structs.QuantizeRowsStruct,
     "offload_scale_sums": structs.ScaleSumsStruct,
+    "offload_arrange": structs.ArrangeStruct,
 }
 # Questions about a call: its arguments -> a number, below zero where they are refused.
 QUERIES = {

@@ -58,14 +58,23 @@ def rows_of(form: WeightFormat) -> WeightFormat:
 
 def in_panels(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of the same weight as `panels_of` has it, by the ends of their names."""
-    codes = pack_panels(_codes(form, stored), form.bits)
-    return {"weight_panels": codes, **scales_in_panels(form, stored)}
+    return {"weight_panels": codes_in_panels(form, stored), **scales_in_panels(form, stored)}
+
+
+def codes_in_panels(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of `in_panels` the codes; `Arrange` does the same at HBM's rate."""
+    if form.layout == "awq":
+        codes = unpack_awq(stored["qweight"]).T.contiguous()
+    else:
+        words = stored["weight_packed"] if form.layout == "packed" else stored["qweight"].T
+        codes = unpack_words(words, form.bits, words.shape[1] * form.per_word)
+    return pack_panels(codes, form.bits)
 
 
 def scales_in_panels(
     form: WeightFormat, stored: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Of `in_panels` all but the codes, which are most of it."""
+    """Of `in_panels` all but the codes."""
     scales = _scales(form, stored)
     found = {"weight_panel_scale": pair_rows(scales)}
     zeros = _zeros(form, stored, *scales.shape)
@@ -130,14 +139,6 @@ def panel_zeros(stored: torch.Tensor) -> torch.Tensor:
     if stored.dim() == 3:
         stored = torch.stack((stored & 15, stored >> 4), -1)
     return unpair_rows(stored)
-
-
-def _codes(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The codes of a weight that can lie in panels, uint8 [N, K]."""
-    if form.layout == "awq":
-        return unpack_awq(stored["qweight"]).T.contiguous()
-    words = stored["weight_packed"] if form.layout == "packed" else stored["qweight"].T
-    return unpack_words(words, form.bits, words.shape[1] * form.per_word)
 
 
 def _scales(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:

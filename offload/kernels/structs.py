@@ -298,6 +298,19 @@ class ScaleSumsStruct(Structure):
     )
 
 
+class ArrangeStruct(Structure):
+    """Arguments of offload_arrange."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("panels", c_void_p),
+        ("rows", c_int32),
+        ("depth", c_int32),
+        ("bits", c_int32),
+        ("order", c_int32),
+    )
+
+
 # In the order of offload_struct_size().
 ALL = (
     NormStruct,
@@ -311,4 +324,5 @@ ALL = (
     StepInputsStruct,
     QuantizeRowsStruct,
     ScaleSumsStruct,
+    ArrangeStruct,
 )

@@ -18,7 +18,8 @@ from offload.kernels.call import Call, current_stream
 from offload.kernels.library import LAUNCHERS
 
 # The kernels that need nothing but loads, barriers and shuffles.
-HOSTED = ("activation", "dequantize", "residual_norm", "rotary_append", "step_inputs", "int8_rows")
+HOSTED = ("activation", "arrange", "dequantize", "residual_norm", "rotary_append", "step_inputs")
+HOSTED += ("int8_rows",)
 
 needs_gpu = [
     pytest.mark.gpu,

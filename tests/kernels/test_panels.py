@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from machines import MACHINES, device_of, launch
 from test_dequantizer import random_stored
 
+from offload.kernels import KernelError
+from offload.kernels.arrange import Arrange
 from offload.kernels.dequantize import dequantise
 from offload.kernels.panels import (
     RENAMED,
+    codes_in_panels,
     in_panels,
     in_rows,
     pack_panels,
@@ -19,6 +25,7 @@ from offload.kernels.panels import (
     rows_of,
     unpack_panels,
 )
+from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import WeightFormat
 
 LAYOUTS = ("packed", "gptq", "gptq_v2", "awq")
@@ -147,3 +154,75 @@ def test_what_is_no_format_of_panels() -> None:
     with pytest.raises(ValueError, match=r"holds torch.float32, which is no dtype of such scales"):
         stored = form.stored((16, 64), torch.float32)
         form.check_stored(stored, (16, 64))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_kernel_arranges_as_the_reference(machine: str) -> None:
+    device = device_of(machine)
+
+    @given(st.data())
+    @hypothesis_settings(max_examples={"reference": 20, "host": 60, "cuda": 300}[machine])
+    def check(data: st.DataObject) -> None:
+        form = data.draw(forms())
+        n, k = data.draw(shapes(form))
+        # Several blocks, and the ends of the last.
+        n, k = n * data.draw(st.sampled_from([1, 1, 9])), k * data.draw(st.sampled_from([1, 1, 11]))
+        torch.manual_seed(data.draw(st.integers(0, 1 << 20)))
+        stored = random_stored(form, (n, k), torch.bfloat16)
+        wanted = codes_in_panels(form, stored)
+        around = torch.full((wanted.numel() + 64,), 0x5A, dtype=torch.uint8, device=device)
+        panels = around[16 : 16 + wanted.numel()].view(wanted.shape)
+        on_device = {name: tensor.to(device) for name, tensor in stored.items()}
+        launch(Arrange(form, on_device, (n, k), panels), machine)
+        assert torch.equal(panels.cpu(), wanted)
+        panels.fill_(0x5A)
+        assert bool((around == 0x5A).all()), "something was written next to the panels"
+
+    check()
+
+
+FORM = WeightFormat.parse("int4-zp")
+STORED = quantise(torch.randn(32, 64), FORM)
+PANELS = torch.zeros(2, 1, 512, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"form": WeightFormat.parse("fp8")}, "a weight of .32, 64. in fp8-channel has no panels"),
+        ({"shape": (24, 64)}, r"a weight of \[24, 64\] in int4-g64-zp has no panels"),
+        ({"stored": {}}, "weight_packed is missing"),
+        ({"shape": (16, 64)}, r"weight_packed must have shape \[16, 8\], not \[32, 8\]"),
+        ({"panels": PANELS[:1]}, r"panels must have shape \[2, 1, 512\], not \[1, 1, 512\]"),
+        ({"panels": PANELS.view(torch.int8)}, "panels must be torch.uint8, not torch.int8"),
+        ({"panels": PANELS.to("meta")}, "panels must be on cpu, not on meta"),
+        (
+            {"panels": STORED["weight_packed"].view(torch.uint8).view(2, 1, 512)},
+            "panels share memory with weight_packed",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_it_refuses(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Arrange(**{"form": FORM, "stored": STORED, "shape": (32, 64), "panels": PANELS, **changed})
+
+
+@pytest.mark.parametrize("machine", MACHINES[1:])
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("bits", 5, "bits must be 4 or 8, not 5"),
+        ("order", 3, "no order of codes has the number 3"),
+        ("rows", 24, "24 rows of 64 do not divide into panels of 16 and 64"),
+        ("depth", 32, "32 rows of 32 do not divide into panels of 16 and 64"),
+        ("panels", None, "codes must lie at a multiple of 4 bytes and panels of 16"),
+    ],
+)
+def test_the_library_refuses(machine: str, field: str, value: Any, text: str) -> None:
+    device = device_of(machine)
+    stored = {name: tensor.to(device) for name, tensor in STORED.items()}
+    call = Arrange(FORM, stored, (32, 64), PANELS.to(device))
+    setattr(call.arguments, field, value)
+    with pytest.raises((AssertionError, KernelError), match=text):
+        launch(call, machine)

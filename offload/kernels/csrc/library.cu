@@ -70,7 +70,7 @@ OFFLOAD_API int64_t offload_struct_size(int32_t index) {
         sizeof(OffloadNorm),         sizeof(OffloadResidualNorm),    sizeof(OffloadRotaryAppend),
         sizeof(OffloadActivation),   sizeof(OffloadDecodeAttention), sizeof(OffloadSkinnyGemm),
         sizeof(OffloadDequantize),   sizeof(OffloadQuantGemm),       sizeof(OffloadStepInputs),
-        sizeof(OffloadQuantizeRows), sizeof(OffloadScaleSums)};
+        sizeof(OffloadQuantizeRows), sizeof(OffloadScaleSums),       sizeof(OffloadArrange)};
     return index < 0 || index >= static_cast<int32_t>(sizeof sizes / sizeof *sizes) ? 0
                                                                                     : sizes[index];
 }

@@ -316,6 +316,15 @@ typedef struct {
     int32_t reserved;
 } OffloadScaleSums;
 
+// panels = the codes of a weight in the order of panels.cuh; nothing else may lie in their memory.
+typedef struct {
+    const void* codes;  // unsigned, of `bits` bits, in words without a gap
+    void* panels;       // [rows / 16, depth / (256 / bits), 512] bytes
+    int32_t rows, depth;
+    int32_t bits;   // 4 or 8
+    int32_t order;  // OffloadCodeOrder; words of rows: of 4 bits
+} OffloadArrange;
+
 int offload_residual_norm(const OffloadResidualNorm* arguments, void* stream);
 int offload_rotary_append(const OffloadRotaryAppend* arguments, void* stream);
 int offload_activation(const OffloadActivation* arguments, void* stream);
@@ -326,6 +335,7 @@ int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stream);
 int offload_step_inputs(const OffloadStepInputs* arguments, void* stream);
 int offload_quantize_rows(const OffloadQuantizeRows* arguments, void* stream);
 int offload_scale_sums(const OffloadScaleSums* arguments, void* stream);
+int offload_arrange(const OffloadArrange* arguments, void* stream);
 
 // Bytes of workspace that a call with these arguments uses (of its pointers, only the alignment of
 // the tensors counts); below zero: refused.
