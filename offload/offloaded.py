@@ -217,6 +217,11 @@ class Offload(NotCopied):
     ) -> Any:
         """The model's `generate`, in micro-batches that share every load of a layer.
 
+        Sampling (`do_sample`) draws from torch's generators, of each pass in the order of the
+        sequences: a seed gives the same tokens again with the same `micro_batch_size` and `live`,
+        but others than in one batch, where numbers are drawn for all sequences at once and for
+        those that have ended, too.
+
         Args:
             inputs: a batch, which is split by sequences: input ids [batch, tokens], or a mapping
                 of tensors with the batch first, as tokenizers return it. Or requests: a list (or

@@ -529,6 +529,22 @@ def test_what_is_refused(model: Any) -> None:
     check_usable(model)
 
 
+@pytest.mark.parametrize("live", [None, 2])
+def test_a_seed_gives_the_same_samples_again(model: Any, live: int | None) -> None:
+    ids = torch.full((6, 5), 7)  # of one prompt
+
+    def sampled(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model.offload.generate(
+            ids, micro_batch_size=2, live=live, do_sample=True, max_new_tokens=8
+        )
+
+    first = sampled(1)
+    assert torch.equal(sampled(1), first)
+    assert not torch.equal(sampled(2), first)
+    assert len(first.unique(dim=0)) == 6, "micro-batches drew the same numbers"
+
+
 @pytest.mark.parametrize(
     ("inputs", "options", "error", "text"),
     [
@@ -539,6 +555,11 @@ def test_what_is_refused(model: Any) -> None:
         ({}, {}, ValueError, "inputs are empty"),
         ({"input_ids": [[1]]}, {}, TypeError, r"inputs\['input_ids'\] must be a tensor"),
         (torch.ones(0, 3, dtype=torch.long), {}, ValueError, "no sequence"),
+        (torch.ones(7), {}, ValueError, r"must be \[batch, tokens\], got \[7\]: one sequence is"),
+        ({"input_ids": torch.tensor(7)}, {}, TypeError, r"first dimension, got shape \[\]"),
+        (torch.ones(2, 0), {}, ValueError, r"input ids hold no token: their shape is \[2, 0\]"),
+        ([{"input_ids": torch.ones(7)}], {}, ValueError, "input_ids of request 0 must be"),
+        ([{"input_ids": [[1, 2]]}], {}, TypeError, "input_ids of request 0 must be a tensor"),
         (torch.ones(2, 3), {"micro_batch_size": 0}, ValueError, "micro_batch_size must be"),
         (torch.ones(2, 3), {"live": 0}, ValueError, "live must be a positive number"),
         (torch.ones(9, 3), {"streamer": object()}, ValueError, "streamer cannot be split"),

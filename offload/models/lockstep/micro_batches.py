@@ -97,7 +97,23 @@ def _requests(requests: Iterable[Any], options: Mapping[str, Any]) -> Iterable[d
                 f"request {number} must be a mapping with arguments of generate, such as "
                 f"input_ids, got {type(request).__name__}"
             )
+        _check_ids(request, f"input_ids of request {number}")
         yield {**options, **request}
+
+
+def _check_ids(arguments: Mapping[str, Any], name: str) -> None:
+    """Refuse input ids that `generate` would fail on without saying why."""
+    ids = arguments.get("input_ids")
+    if ids is None:
+        return
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor [batch, tokens], got {type(ids).__name__}")
+    if ids.dim() < 2:
+        raise ValueError(
+            f"{name} must be [batch, tokens], got {list(ids.shape)}: one sequence is ids[None]"
+        )
+    if not ids.shape[1] and arguments.get("inputs_embeds") is None:
+        raise ValueError(f"{name} hold no token: their shape is {list(ids.shape)}")
 
 
 def _batch_of(inputs: Mapping[str, Any]) -> int:
@@ -106,10 +122,13 @@ def _batch_of(inputs: Mapping[str, Any]) -> int:
         raise ValueError("inputs are empty: there is nothing to generate from")
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.dim() < 1:
+            is_tensor = isinstance(value, torch.Tensor)
+            got = f"shape {list(value.shape)}" if is_tensor else type(value).__name__
             raise TypeError(
                 f"inputs[{name!r}] must be a tensor with the batch as its first dimension, got "
-                f"{type(value).__name__}; arguments for all sequences go beside inputs"
+                f"{got}; arguments for all sequences go beside inputs"
             )
+    _check_ids(inputs, "input ids")
     counts = {name: value.shape[0] for name, value in inputs.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
