@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from offload.models.build import build_model
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
 from offload.models.quantized.write import write_quantised
-from offload.sizes import format_size
+from offload.progress import LoggedProgress
 
 _log = logging.getLogger(__name__)
-SAY_EVERY = 5.0  # seconds, while a checkpoint is quantised
 
 
 def pack(
@@ -84,20 +82,9 @@ def quantised_checkpoint(
     if not folder.is_dir():
         try:
             _log.info("quantising %s into %s", checkpoint.folder, folder)
-            write_quantised(network, checkpoint, wishes, folder, device=device, progress=_Log())
+            told = LoggedProgress(_log, "quantised")
+            write_quantised(network, checkpoint, wishes, folder, device=device, progress=told)
         except FileExistsError:  # another process was quicker
             if not folder.is_dir():
                 raise
     return open_checkpoint(folder, read_method)
-
-
-class _Log:
-    """Progress that goes to the log, not too often."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + SAY_EVERY
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            _log.info("quantised %s of %s", format_size(done), format_size(total))
-            self._next = time.monotonic() + SAY_EVERY

@@ -162,7 +162,7 @@ def test_only_what_needs_it_is_written(tmp_path: Path) -> None:
 
 
 def test_manifest_and_progress(tmp_path: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
+    steps: list[tuple[int, int]] = []
     pack = Pack(tmp_path, "key")
     pack.write(layers(3), progress=lambda *step: steps.append(step))
     manifest = json.loads((pack.folder / MANIFEST).read_text())
@@ -170,7 +170,7 @@ def test_manifest_and_progress(tmp_path: Path) -> None:
     sizes = {f.name: f.stat().st_size for f in pack.folder.glob("*.safetensors")}
     assert manifest["files"] == sizes and len(sizes) == 3
     each = 3000 * 4 + 35 * 2
-    assert steps == [(str(pack.folder), i * each, 3 * each) for i in (1, 2, 3)]
+    assert steps == [(i * each, 3 * each) for i in (1, 2, 3)]
 
 
 def test_the_log_is_told_every_few_seconds(
@@ -182,10 +182,10 @@ def test_the_log_is_told_every_few_seconds(
             Pack(tmp_path, key).write(layers(3))
         return [record.getMessage() for record in caplog.records]
 
-    monkeypatch.setattr("offload.store.pack.SAY_EVERY", 1e9)
+    monkeypatch.setattr("offload.progress.SAY_EVERY", 1e9)
     [started] = said("quick")
     assert re.fullmatch(rf"packing [\d.]+ KiB into {tmp_path}/quick", started)
-    monkeypatch.setattr("offload.store.pack.SAY_EVERY", 0.0)
+    monkeypatch.setattr("offload.progress.SAY_EVERY", 0.0)
     assert said("slow")[1:] == [f"packed {part} KiB of 35.36 KiB" for part in (11.79, 23.57, 35.36)]
     assert said("slow") == []  # nothing was written
 
@@ -327,7 +327,7 @@ def test_killed_at_any_moment_and_taken_up_again(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_the_kill_is_kept(tmp_path: Path) -> None:
-    def die_at_the_third(folder: str, done: int, total: int) -> None:
+    def die_at_the_third(done: int, total: int) -> None:
         if done > total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -350,7 +350,7 @@ def test_a_disk_without_the_room_is_refused_first(small_disk: Path) -> None:
 def test_a_disk_that_fills_up_while_packing(small_disk: Path) -> None:
     big = layers(4, size=256 << 10)  # 4 MiB
 
-    def fill(folder: str, done: int, total: int) -> None:
+    def fill(done: int, total: int) -> None:
         if done < total // 2:  # another program writes, after the first layer
             (small_disk / "filler").write_bytes(bytes(3 * MIB))
 
@@ -392,7 +392,7 @@ def test_processes_write_a_pack_once(tmp_path: Path, count: int) -> None:
     written = processes.Value("i", 0)
 
     def work() -> None:
-        def step(folder: str, done: int, total: int) -> None:
+        def step(done: int, total: int) -> None:
             with written.get_lock():
                 written.value += 1
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from offload.commands.arguments import add_weights, quantization
 from offload.commands.console import quiet_transformers
+from offload.progress import Pace
 from offload.sizes import format_size
 
 SAY_EVERY = 2.0  # seconds
@@ -60,15 +61,14 @@ class Progress:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._next = self._start + SAY_EVERY
+        self._pace = Pace(SAY_EVERY)
         self._first: int | None = None
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         first = self._first = done if self._first is None else self._first
-        if now < self._next and done < total:
+        if not self._pace.due() and done < total:
             return
-        self._next = now + SAY_EVERY
         text = f"offload: packed {format_size(done)} of {format_size(total)}"
         if first < done < total:
             left = (total - done) * (now - self._start) / (done - first)

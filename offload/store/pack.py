@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 
 from offload.checkpoint import safetensors_header
 from offload.checkpoint.lazy import Expression, Pieces
+from offload.progress import LoggedProgress
 from offload.sizes import format_size
 from offload.store.chunk_writer import ChunkWriter
 from offload.store.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
@@ -34,7 +34,6 @@ from offload.store.tensor_file import file_head, holds
 _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-SAY_EVERY = 5.0  # seconds, while a pack is written
 _LIVE = "live-"
 _HOLDER = "holder.lock"
 _VERSION = 1
@@ -61,15 +60,15 @@ class Pack:
         self._held: int | None = None
 
     def write(
-        self, layers: Sequence[Layer], progress: Callable[[str, int, int], None] | None = None
+        self, layers: Sequence[Layer], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Expression]:
         """Write what `layers` need and say where each tensor lies now; what is there already is
         kept.
 
         Needed and free bytes are checked first. At most one tensor is in memory at a time. Several
         processes may do this at once: one writes, the others wait and read. `progress` is called
-        after every file with the folder, the bytes there and those that there will be; where there
-        is none, the log is told every few seconds.
+        after every file with the bytes that are there and those that there will be; where there is
+        none, the log is told every few seconds.
         """
         jobs = [
             (self.folder / f"layer-{i:05d}.safetensors", needs_pack(x))
@@ -97,7 +96,7 @@ class Pack:
         needed |= {"version": _VERSION, "key": self._key}
         return needed.items() <= listed.items() and all(_holds(*job) for job in jobs)
 
-    def _fill(self, jobs: Sequence[_Job], progress: Callable[[str, int, int], None] | None) -> None:
+    def _fill(self, jobs: Sequence[_Job], progress: Callable[[int, int], None] | None) -> None:
         """Write what is missing; one process at a time."""
         total = sum(p.nbytes for _, places in jobs for p in places)
         check_folder(self._home)
@@ -112,12 +111,12 @@ class Pack:
                 (self.folder / MANIFEST).unlink(missing_ok=True)
             done = total - sum(p.nbytes for _, places in missing for p in places)
             if missing:
-                progress = progress or _Log()
+                progress = progress or LoggedProgress(_log, "packed")
                 with ChunkWriter() as writer:
                     for file, places in missing:
                         _write_file(file, places, writer)
                         done += sum(p.nbytes for p in places)
-                        progress(str(self.folder), done, total)
+                        progress(done, total)
             if missing or not self._is_whole(jobs):
                 self._write_manifest()
 
@@ -148,18 +147,6 @@ class Pack:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._held = os.open(self.folder / _HOLDER, flags, 0o666)
         fcntl.flock(self._held, fcntl.LOCK_EX)
-
-
-class _Log:
-    """Progress that goes to the log, not too often."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + SAY_EVERY
-
-    def __call__(self, folder: str, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            _log.info("packed %s of %s", format_size(done), format_size(total))
-            self._next = time.monotonic() + SAY_EVERY
 
 
 def live_pack(folder: str | os.PathLike[str]) -> Pack:

@@ -111,7 +111,7 @@ def test_sampling_follows_the_seed_and_temperature(program: Any, chat_model: Pat
 def test_packing_is_told(
     program: Any, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.store.pack.SAY_EVERY", 0.0)
+    monkeypatch.setattr("offload.progress.SAY_EVERY", 0.0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own, in place of a shell's
     pack = logging.getLogger("offload.store.pack")
     monkeypatch.setattr(pack, "level", pack.level)

@@ -20,9 +20,10 @@ MAY_REACH: dict[str, set[str]] = {
     "scheduler": {"errors", "sizes"},
     "checkpoint": {"errors"},
     "device": {"trace"},
+    "progress": {"sizes"},
 }
 MAY_REACH["row_copies"] = {"aio", "device", "errors", "trace"}
-MAY_REACH["store"] = {"aio", "checkpoint", "device", "errors", "scheduler", "sizes", "trace"}
+MAY_REACH["store"] = MAY_REACH["row_copies"] | {"checkpoint", "progress", "scheduler", "sizes"}
 MAY_REACH["measure"] = MAY_REACH["store"] | {"kernels", "memory_limits", "store"}
 MAY_REACH["models"] = MAY_REACH["measure"] | {"row_copies"}
 MAY_REACH["packed"] = MAY_REACH["models"] | {"models"}
