@@ -7,6 +7,7 @@ load.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ class Stream:
 
     `sites` is the order in which layers are expected to run, one entry a place of use: a tied
     embedding that serves as head too is two sites of one layer. `depth` loads are kept ahead of the
-    layer in use; that takes depth + 1 slots. Not thread-safe: whoever owns the pass calls it.
+    layer in use; that takes depth + 1 slots. While none is in use, as resident layers are computed,
+    that layer's own slot takes one load more, if it is sure what comes next. Not thread-safe:
+    whoever owns the pass calls it.
     """
 
     def __init__(self, link: Link, slots: int, sites: Sequence[int], depth: int) -> None:
@@ -78,6 +81,7 @@ class Stream:
         self._sites = list(sites)
         self._next = [(i + 1) % len(sites) for i in range(len(sites))]
         self._sure = [False] * len(sites)  # that what comes next is so: it came true last time
+        self._again: set[int] = set()  # sites that were used several times in a row
         self._depth = min(depth, slots - 1)
         self._where: dict[int, int] = {}
         self._site: int | None = None
@@ -124,7 +128,7 @@ class Stream:
         try:
             # What comes next is started first: waiting may block the caller, and the link must not
             # idle meanwhile.
-            self._prefetch()
+            self._prefetch(keep=True)
             self._link.finish(slot.load)
             if trace is not None:
                 trace.computes(layer)
@@ -149,7 +153,9 @@ class Stream:
         if self.trace is not None:
             self.trace.computed(self._sites[site])
         if slot.users == 0:
-            self._prefetch()
+            # What cannot be started here is tried again, and fails, where it is needed.
+            with contextlib.suppress(Exception):
+                self._prefetch(keep=not self._done_with(site))
         if self.after is not None and not self._in_use():
             self.after(site)
 
@@ -169,8 +175,17 @@ class Stream:
     def _in_use(self) -> bool:
         return any(slot.users for slot in self._slots)
 
+    def _done_with(self, site: int) -> bool:
+        """Whether it is sure that another layer comes next. In lock step others are still to use
+        this one.
+        """
+        in_step, again = self.before is not None, site in self._again
+        return self._sure[site] and site == self._site and not (in_step or again or self._in_use())
+
     def _learn(self, site: int) -> None:
         before, self._site = self._site, site
+        if before == site:
+            self._again.add(site)
         if before is None or before == site:
             return
         if self._next[before] == site:
@@ -180,11 +195,12 @@ class Stream:
         else:
             self._next[before] = site
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, *, keep: bool) -> None:
+        """Start what comes next; `keep`: not in place of the layer that was acquired last."""
         site = self._site
         if site is None:
             return
-        wanted = [self._sites[site]]
+        wanted = [self._sites[site]] if keep else []
         for _ in self._sites:  # a layer of several sites takes one place, not several
             if len(wanted) > self._depth:
                 break
@@ -192,7 +208,7 @@ class Stream:
             layer = self._sites[site]
             if layer not in wanted:
                 wanted.append(layer)
-        for layer in wanted[1:]:
+        for layer in wanted[1:] if keep else wanted:
             if layer not in self._where and self._free_slot(wanted) is not None:
                 self._load(layer, wanted)
 

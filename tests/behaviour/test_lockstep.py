@@ -69,7 +69,8 @@ def test_tokens_are_those_of_each_alone_and_loads_those_of_the_longest(
         together, taken = counted(model, lambda: model.offload.generate(work))
         for got, (want, _) in zip(together, alone, strict=True):
             assert torch.equal(got, want)
-        assert taken == max(count for _, count in alone)
+        longest = max(count for _, count in alone)
+        assert longest - 1 <= taken <= longest  # one load less is ahead at the end than before
         # And once more, the longest first and three at a time.
         again = model.offload.generate(reversed(work), live=3)
         for got, (want, _) in zip(again, reversed(alone), strict=True):
