@@ -12,9 +12,9 @@ from offload.kernels.dequantize_reference import dequantise_reference
 from offload.kernels.weight_format import SHAPE, Stored, WeightFormat
 
 OP = "dequantize"
-_ZERO_NAMES = ("weight_zero_point", "qzeros")
+_ZERO_NAMES = ("weight_zero_point", "qzeros", "weight_panel_zero")
 _INDEX_NAMES = ("weight_g_idx", "g_idx")
-_CODE_NAMES = ("weight_packed", "weight", "qweight", "blocks")
+_CODE_NAMES = ("weight_packed", "weight", "qweight", "weight_panels", "blocks")
 
 
 class Dequantize(Call):
@@ -115,6 +115,9 @@ def _arguments(
         zero_value = 1 << (form.bits - 1)
     elif zero is not None:
         zero_kind = 3 if form.layout == "plain" else 1
+    if form.layout == "panels":
+        order, zero_kind = 3, 0 if zero is None else 4
+        zero_value = 1 << (form.bits - 1) if zero is None else 0
     if along_rows:
         order = 2 if form.layout == "awq" else 1
         zero_kind = 2 if form.layout == "awq" else 1

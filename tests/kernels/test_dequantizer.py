@@ -44,6 +44,11 @@ FORMS = [WeightFormat.parse(name) for name in WRITTEN] + [
     WeightFormat("int4", "awq", (1, 64), zero_points=True),
     WeightFormat("int4", "awq", (1, 0), zero_points=True),
     *(
+        WeightFormat(kind, "panels", (1, group), zeros)
+        for kind in ("int4", "int8")
+        for group, zeros in ((0, True), (32, True), (64, False), (96, True))
+    ),
+    *(
         WeightFormat(kind, layout, (1, group), zero_points=True, act_order=order)
         for kind in ("int4", "int8")
         for layout in ("gptq", "gptq_v2")
@@ -135,9 +140,14 @@ def test_every_format_equals_the_reference(machine: str) -> None:
         torch.manual_seed(seed)
         if form.layout != "fp8_block" and scale == torch.float8_e8m0fnu:
             scale = torch.float32
+        if form.layout == "panels" and scale == torch.float32:
+            scale = torch.float16
         if form.layout in ("gptq", "gptq_v2", "awq"):
             n, k = -(-n // form.per_word) * form.per_word, -(-k // form.per_word) * form.per_word
         columns = form.block[1]
+        if form.layout == "panels":
+            step = math.lcm(form.panel_columns, columns or 1)
+            n, k = -(-n // 16) * 16, -(-k // step) * step
         if columns and form.layout in ("packed", "awq", "mxfp4", "gpt_oss"):
             k = max(1, k // columns) * columns
         shape = (2, k, n) if form.layout == "gpt_oss" else (n, k)
@@ -261,6 +271,30 @@ def test_the_library_refuses(machine: str, field: str, value: Any, text: str) ->
     device = device_of(machine)
     stored = {name: tensor.to(device) for name, tensor in GOOD.items()}
     call = Dequantize(FORM, stored, OUT.to(device))
+    setattr(call.arguments, field, value)
+    with pytest.raises((AssertionError, KernelError), match=text):
+        launch(call, machine)
+
+
+@pytest.mark.parametrize("machine", ["host", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("rows", 24, "24 rows of 128 do not divide into panels of 16 and 64"),
+        ("depth", 96, "32 rows of 96 do not divide into panels of 16 and 64"),
+        ("group", 48, "or some times that, not of 1 rows and 48 columns"),
+        ("scale_dtype", 0, "panels have no scales of dtype 0"),
+        ("zero_kind", 1, "codes in the order 3 have no zeros of the kind 1"),
+        ("order", 0, "codes in the order 0 have no zeros of the kind 4"),
+    ],
+)
+def test_the_library_refuses_what_are_no_panels(
+    machine: str, field: str, value: int, text: str
+) -> None:
+    device, form = device_of(machine), WeightFormat("int4", "panels", (1, 64), True)
+    stored = random_stored(form, (32, 128), torch.bfloat16)
+    stored = {name: tensor.to(device) for name, tensor in stored.items()}
+    call = Dequantize(form, stored, torch.zeros(32, 128, device=device))
     setattr(call.arguments, field, value)
     with pytest.raises((AssertionError, KernelError), match=text):
         launch(call, machine)

@@ -27,7 +27,7 @@ def test_every_format(machine: str, rows: int) -> None:
         if form.layout == "gpt_oss":
             continue
         torch.manual_seed(rows)
-        n, k = 136, 384 if form.block[1] != 12 else 96
+        n, k = 144, 384 if form.block[1] != 12 else 96
         stored = {
             name: tensor.to(device)
             for name, tensor in random_stored(form, (n, k), torch.bfloat16).items()

@@ -66,10 +66,10 @@ def test_every_format_takes_the_kernel(device: str, request: Any) -> None:
     torch.manual_seed(0)
     cases = []
     for form in FORMS:
-        shape = (
-            (2, 192, 24) if form.layout == "gpt_oss" else (24, 192 if form.block[1] != 128 else 256)
-        )
-        stored = random_stored(form, shape, torch.float32)
+        outputs, inputs = 48, 192 if form.block[1] != 128 else 256
+        shape = (2, inputs, outputs) if form.layout == "gpt_oss" else (outputs, inputs)
+        scale = torch.float16 if form.layout == "panels" else torch.float32
+        stored = random_stored(form, shape, scale)
         stored.pop(SHAPE, None)  # as modules have it
         cases.append((form, shape, stored, dequantise(form, stored, shape, torch.bfloat16)))
     counted = request.getfixturevalue("kernel") if device == "host" else None

@@ -32,6 +32,10 @@ FORMS = (
     WeightFormat("int4", "gptq", (1, 128), zero_points=True, act_order=True),
     WeightFormat("int8", "gptq", (1, 128), zero_points=True),
     WeightFormat("int4", "awq", (1, 128), zero_points=True),
+    WeightFormat("int4", "panels", (1, 64)),
+    WeightFormat("int4", "panels", (1, 32), zero_points=True),
+    WeightFormat("int4", "panels", (1, 128), zero_points=True),
+    WeightFormat("int8", "panels", (1, 64)),
 )
 QUICK = 5  # of them
 

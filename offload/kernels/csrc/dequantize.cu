@@ -9,6 +9,7 @@
 // becomes a float by its bits: 0x4b000000 | code is 2^23 + code, and a subtraction is exact. That
 // takes some 5 instructions a weight; at 4.3 TB/s, int4 to 16 bits, an H200 has about 18.
 #include "elementwise.cuh"
+#include "panels.cuh"
 
 namespace offload {
 namespace {
@@ -90,9 +91,6 @@ __device__ __forceinline__ float scale_at(const OffloadDequantize& a, int64_t at
             return static_cast<const float*>(a.scale)[at];
     }
 }
-
-// Where in a word of OFFLOAD_ROW_WORDS the row is.
-__device__ __forceinline__ int row_word_shift(int row) { return 4 * (row % 8 / 2 + row % 2 * 4); }
 
 __device__ __forceinline__ float word_zero_at(const OffloadDequantize& a, int row, int64_t g) {
     const int bits = bits_of(a.code), log2 = bits == 4 ? 3 : 2;
@@ -428,6 +426,105 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
 }
 
+// Where a lane's scales and zeros lie that are those of two rows, one behind the other.
+__device__ __forceinline__ int64_t pair_at(const OffloadDequantize& a, const Divisors& d, int tile,
+                                           int g, int k) {
+    const int groups = a.group < a.depth ? a.depth / a.group : 1;
+    return (static_cast<int64_t>(tile) * groups + d.group(k)) * (kPanelRows / 2) + g;
+}
+
+// The zeros of both rows.
+__device__ __forceinline__ uint32_t pair_zeros(const OffloadDequantize& a, int64_t pair) {
+    const uint8_t* zeros = static_cast<const uint8_t*>(a.zero);
+    if (a.zero_kind == OFFLOAD_ZERO_VALUE)
+        return a.zero_value * (a.code == OFFLOAD_UINT4 ? 17u : 257u);
+    return a.code == OFFLOAD_UINT4 ? zeros[pair] : zeros[pair * 2] | zeros[pair * 2 + 1] << 8;
+}
+
+// Of row p, from what both rows have.
+template <int kBits>
+__device__ __forceinline__ float zero_of(uint32_t both, int p) {
+    return magic(both >> kBits * p & ((1u << kBits) - 1)) - kMagic;
+}
+
+__device__ __forceinline__ float scale_of(uint32_t both, int p, int dtype) {
+    if (dtype == OFFLOAD_BF16) return __uint_as_float(p ? both & 0xffff0000u : both << 16);
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(both >> 16 * p)));
+}
+
+// Panels: kUnits a warp, whose neighbours have the next columns of the same rows.
+template <typename T, int kBits>
+__global__ void __launch_bounds__(kThreads, 3)
+    dequantize_panels_kernel(const OffloadDequantize a, const Divisors d, int count) {
+    constexpr int kUnits = 4, kWarps = kThreads / 32, kHalves = kBits == 4 ? 2 : 1;
+    constexpr int kColumns = 32 * kHalves;
+    let_next_kernel_begin();
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int first = static_cast<int>(blockIdx.x) * kWarps * kUnits + warp;
+    const bool one_group = kHalves == 1 || a.group % kColumns == 0 || a.group >= a.depth;
+    uint4 raw[kUnits];
+    int tile[kUnits], k[kUnits];
+    uint32_t scales[kUnits][kHalves], zeros[kUnits][kHalves];  // of both rows
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {  // behind the last panel that one again
+        const int unit = min(first + i * kWarps, count - 1);
+        tile[i] = d.units(unit);
+        k[i] = (unit - tile[i] * d.units.by) * kColumns;
+        raw[i] = static_cast<const uint4*>(a.codes)[static_cast<int64_t>(unit) * 32 + lane];
+    }
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i)
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+            if (h == 1 && one_group) {
+                scales[i][h] = scales[i][0], zeros[i][h] = zeros[i][0];
+                continue;
+            }
+            const int64_t pair = pair_at(a, d, tile[i], g, k[i] + 32 * h);
+            scales[i][h] = static_cast<const uint32_t*>(a.scale)[pair];
+            zeros[i][h] = pair_zeros(a, pair);
+        }
+    wait_for_previous_kernel();  // which may still read the output
+    T* output = static_cast<T*>(a.output);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+        if (first + i * kWarps >= count) break;
+        const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+        T* to = output + (static_cast<int64_t>(tile[i]) * kPanelRows + g) * a.output_stride + k[i];
+#pragma unroll
+        for (int p = 0; p < 2; ++p)
+#pragma unroll
+            for (int h = 0; h < kHalves; ++h) {
+                const float origin = kMagic + zero_of<kBits>(zeros[i][h], p);
+                const float scale = scale_of(scales[i][h], p, a.scale_dtype);
+                float x[kUnit];
+#pragma unroll
+                for (int c = 0; c < kUnit; ++c) {
+                    const uint32_t code =
+                        kBits == 4 ? words[2 * h + c / 4] >> (8 * pair_byte(c % 4) + 4 * p) & 15u
+                                   : words[2 * (c / 4) + p] >> 8 * (c % 4) & 255u;
+                    x[c] = (magic(code) - origin) * scale;
+                }
+                store_unit(to + p * (kPanelRows / 2) * a.output_stride + 32 * h + kUnit * t, x);
+            }
+    }
+}
+
+// The code of one weight in panels.
+__device__ __forceinline__ uint32_t panel_code(const OffloadDequantize& a, int row, int k) {
+    const int g = row % 8, p = row / 8 % 2;
+    const bool narrow = a.code == OFFLOAD_UINT4;
+    const int columns = narrow ? 64 : 32, c = k % columns;
+    const int64_t panel =
+        static_cast<int64_t>(row / kPanelRows) * (a.depth / columns) + k / columns;
+    const int word = narrow ? c / 32 * 2 + c % 8 / 4 : c % 8 / 4 * 2 + p;
+    const int byte = narrow ? pair_byte(c % 4) : c % 4;
+    const uint8_t code = static_cast<const uint8_t*>(
+        a.codes)[panel * kPanelBytes + (g * 4 + c % 32 / 8) * 16 + word * 4 + byte];
+    return narrow ? code >> 4 * p & 15u : code;
+}
+
 // Any depth, stride and address: one weight after another.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -439,6 +536,18 @@ __global__ void __launch_bounds__(kThreads)
     if (row >= a.rows) return;
     const int bits = bits_of(a.code), per_word = 32 / bits;
     const unsigned char* codes = static_cast<const unsigned char*>(a.codes);
+    float x[kUnit];
+    T* output = static_cast<T*>(a.output);
+    if (a.order == OFFLOAD_PANELS) {
+        const int64_t pair = pair_at(a, d, row / kPanelRows, row % 8, k);
+        const int p = row / 8 % 2;
+        const uint32_t zeros = pair_zeros(a, pair);
+        const Affine affine{scale_at(a, pair * 2 + p),
+                            bits == 4 ? zero_of<4>(zeros, p) : zero_of<8>(zeros, p)};
+        decode(make_uint2(panel_code(a, row, k), 0u), a.code, affine, x);
+        output[row * a.output_stride + k] = from_float<T>(x[0]);
+        return;
+    }
     uint32_t code;
     if (a.order == OFFLOAD_ALONG_DEPTH) {
         code = codes[row * a.code_stride + (bits == 4 ? k / 2 : k)];
@@ -450,10 +559,9 @@ __global__ void __launch_bounds__(kThreads)
         code = *reinterpret_cast<const uint32_t*>(codes + k * a.code_stride + row / 8 * 4ll);
         code >>= row_word_shift(row);
     }
-    float x[kUnit];
     const Affine affine = affine_at(a, d, row, k);
     decode(make_uint2(bits == 4 ? code & 15u : code & 255u, 0u), a.code, affine, x);
-    static_cast<T*>(a.output)[row * a.output_stride + k] = from_float<T>(x[0]);
+    output[row * a.output_stride + k] = from_float<T>(x[0]);
 }
 
 // ---- on the host ----
@@ -463,7 +571,7 @@ int check_sizes(const OffloadDequantize& a) {
         return refuse("dequantize: there are no %d rows of %d", a.rows, a.depth);
     if (a.code < OFFLOAD_UINT4 || a.code > OFFLOAD_E2M1)
         return refuse("dequantize: no code has the number %d", a.code);
-    if (a.order < OFFLOAD_ALONG_DEPTH || a.order > OFFLOAD_ROW_WORDS)
+    if (a.order < OFFLOAD_ALONG_DEPTH || a.order > OFFLOAD_PANELS)
         return refuse("dequantize: no order of codes has the number %d", a.order);
     const bool integer = a.code == OFFLOAD_UINT4 || a.code == OFFLOAD_UINT8;
     if (a.order != OFFLOAD_ALONG_DEPTH && !integer)
@@ -473,8 +581,26 @@ int check_sizes(const OffloadDequantize& a) {
                       a.rows, a.code);
     if (a.order == OFFLOAD_DEPTH_WORDS && a.depth % (a.code == OFFLOAD_UINT4 ? 8 : 4))
         return refuse("dequantize: a depth of %d does not divide into words", a.depth);
-    if (a.zero_kind < OFFLOAD_ZERO_VALUE || a.zero_kind > OFFLOAD_ZERO_BYTES)
+    if (a.zero_kind < OFFLOAD_ZERO_VALUE || a.zero_kind > OFFLOAD_ZERO_PANELS)
         return refuse("dequantize: no kind of zero has the number %d", a.zero_kind);
+    if (a.order == OFFLOAD_PANELS) {
+        const int columns = a.code == OFFLOAD_UINT4 ? 64 : 32;
+        if (a.rows % kPanelRows || a.depth % columns)
+            return refuse("dequantize: %d rows of %d do not divide into panels of %d and %d",
+                          a.rows, a.depth, kPanelRows, columns);
+        if (a.group_index || a.scale_rows != 1 ||
+            (a.group < a.depth && (a.group % 32 || a.depth % a.group)))
+            return refuse(
+                "dequantize: panels have a scale a row and group of 32 columns, or some times "
+                "that, not of %d rows and %d columns",
+                a.scale_rows, a.group);
+        if (a.scale_dtype != OFFLOAD_F16 && a.scale_dtype != OFFLOAD_BF16)
+            return refuse("dequantize: panels have no scales of dtype %d", a.scale_dtype);
+    }
+    if ((a.order == OFFLOAD_PANELS && a.zero_kind != OFFLOAD_ZERO_VALUE) !=
+        (a.zero_kind == OFFLOAD_ZERO_PANELS))
+        return refuse("dequantize: codes in the order %d have no zeros of the kind %d", a.order,
+                      a.zero_kind);
     if (a.zero_kind == OFFLOAD_ZERO_WORDS && !integer)
         return refuse("dequantize: code %d has no zeros in words", a.code);
     if (a.zero_kind == OFFLOAD_ZERO_ROW_WORDS && a.code != OFFLOAD_UINT4)
@@ -561,6 +687,17 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
                            a.zero_row_stride, a.zero_group_stride})
         widest = stride > widest ? stride : widest;
     const uintptr_t codes = reinterpret_cast<uintptr_t>(a.codes) | a.code_stride;
+    if (wide_output && a.order == OFFLOAD_PANELS && codes % 16 == 0 &&
+        reinterpret_cast<uintptr_t>(a.scale) % 4 == 0) {
+        const bool narrow = a.code == OFFLOAD_UINT4;
+        d.units = Divisor(a.depth / (narrow ? 64 : 32));
+        const int count = a.rows / kPanelRows * d.units.by;
+        const int64_t blocks = (count - 1ll) / (kThreads / 32 * 4) + 1;
+        return launch("dequantize",
+                      narrow ? dequantize_panels_kernel<T, 4> : dequantize_panels_kernel<T, 8>,
+                      dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
+                      a.launch_early, a, d, count);
+    }
     if (wide_output && a.order == OFFLOAD_ALONG_DEPTH && codes % code_bytes == 0 &&
         d.whole_groups) {
         const int log2 = group_log2(a);
@@ -570,8 +707,9 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
     }
     const bool word_zeros =
         a.zero_kind == OFFLOAD_ZERO_WORDS || a.zero_kind == OFFLOAD_ZERO_ROW_WORDS;
-    if (wide_output && a.order != OFFLOAD_ALONG_DEPTH && codes % 4 == 0 && word_zeros &&
-        a.scale_rows == 1 && a.scale_dtype != OFFLOAD_E8M0 &&
+    const bool in_words = a.order == OFFLOAD_DEPTH_WORDS || a.order == OFFLOAD_ROW_WORDS;
+    if (wide_output && in_words && codes % 4 == 0 && word_zeros && a.scale_rows == 1 &&
+        a.scale_dtype != OFFLOAD_E8M0 &&
         (d.whole_groups || (a.order == OFFLOAD_DEPTH_WORDS && widest <= INT32_MAX &&
                             a.zero_kind == OFFLOAD_ZERO_WORDS))) {
         constexpr int kColumns = kRowBytes / sizeof(T);

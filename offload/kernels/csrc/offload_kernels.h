@@ -192,14 +192,17 @@ enum OffloadCode {
 enum OffloadCodeOrder {
     OFFLOAD_ALONG_DEPTH = 0,  // a row's codes next to each other: [rows, depth]
     OFFLOAD_DEPTH_WORDS = 1,  // int32 words of neighbours along the depth: [depth / codes, rows]
-    OFFLOAD_ROW_WORDS = 2     // words of neighbouring rows: [depth, rows / 8]; the 4 bits at 4 i
+    OFFLOAD_ROW_WORDS = 2,    // words of neighbouring rows: [depth, rows / 8]; the 4 bits at 4 i
                               // belong to row (0, 2, 4, 6, 1, 3, 5, 7)[i] of the 8
+    OFFLOAD_PANELS = 3  // [rows / 16, depth / (256 / bits), 512] bytes, see panels.cuh; scales
+                        // of 16 bits, [rows / 16, groups, 8, 2], of the rows i and 8 + i
 };
 enum OffloadZeroKind {
     OFFLOAD_ZERO_VALUE = 0,      // zero_value, everywhere
     OFFLOAD_ZERO_WORDS = 1,      // int32 words of neighbouring rows
     OFFLOAD_ZERO_ROW_WORDS = 2,  // the same in the order of OFFLOAD_ROW_WORDS
-    OFFLOAD_ZERO_BYTES = 3       // int8
+    OFFLOAD_ZERO_BYTES = 3,      // int8
+    OFFLOAD_ZERO_PANELS = 4      // bytes as OFFLOAD_PANELS' scales; two of 4 bits in one
 };
 // A scale that is a power of two, 2^(byte - 127); beside the values of OffloadDtype.
 #define OFFLOAD_E8M0 3

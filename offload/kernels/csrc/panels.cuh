@@ -15,11 +15,8 @@ __device__ __forceinline__ uint32_t interleave_codes(uint32_t first, uint32_t se
     return spread(first) | spread(second) << 4;
 }
 
-// The same back: 4 codes of row p in the low half of a word.
-__device__ __forceinline__ uint32_t codes_of_row(uint32_t word, int p) {
-    const uint32_t x = word >> 4 * p;
-    return (x & 0x0f0fu) | (x >> 12 & 0xf0f0u);
-}
+// int4: which byte of its word has column i of 4, of both rows.
+__device__ __forceinline__ constexpr int pair_byte(int i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
 
 // Where the words of a row's neighbours hold it (AutoAWQ's order).
 __device__ __forceinline__ int row_word_shift(int row) { return 4 * (row % 8 / 2 + row % 2 * 4); }
