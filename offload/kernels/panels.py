@@ -8,7 +8,8 @@ of b bits are 512 bytes, 16 a lane, lane after lane: 4 little-endian words.
 int4: the word 2 h + s is the operand of one product: the columns 32 h + 8 t + 4 s + (0, 1, 2, 3)
       of the 64. Its nibbles, the lowest first, are column 0 of the rows g and g + 8, column 2 of
       both, column 1, column 3: so that `word >> 4 i & 0x000f000f` are the operand's four registers.
-int8: the word 2 j + p holds of the row g + 8 p the columns 8 t + 4 j + (0, 1, 2, 3) of the 32.
+int8: the word 2 j + p holds of the row g + 8 p the columns 8 t + 4 j + (0, 2, 1, 3) of the 32, in
+      this order: two registers are `word >> 8 i & 0x00ff00ff`.
 
 So a lane's activations are 8 neighbours, one load for two products. Panels of weights that act as
 one are those of each, one behind the other.
@@ -33,7 +34,7 @@ RENAMED = {
     "qzeros": "weight_panel_zero",
 }
 _ROWS = PANEL_ROWS // 2  # a lane has one of the first half, and one of the second
-_NIBBLE_COLUMNS = [0, 2, 1, 3]  # in a word's bytes, each of two rows; its own inverse
+_COLUMNS = [0, 2, 1, 3]  # in a word's bytes, in int4 of two rows; its own inverse
 
 
 def panels_of(form: WeightFormat, shape: tuple[int, ...]) -> WeightFormat | None:
@@ -99,11 +100,11 @@ def pack_panels(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 [N, K] of `bits` (4 or 8) bits -> uint8 [N / 16, K / C, 512]."""
     n, k = codes.shape
     if bits == 4:
-        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 64, 2, 4, 2, 4)[..., _NIBBLE_COLUMNS]
+        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 64, 2, 4, 2, 4)[..., _COLUMNS]
         pairs = lanes.permute(0, 3, 2, 5, 4, 6, 7, 1)  # tile, chunk, g, t, h, s, byte, row of both
         octets = pairs[..., 0] | pairs[..., 1] << 4
     else:
-        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 32, 4, 2, 4)
+        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 32, 4, 2, 4)[..., _COLUMNS]
         octets = lanes.permute(0, 3, 2, 4, 5, 1, 6)  # tile, chunk, g, t, j, p, byte
     return octets.reshape(n // PANEL_ROWS, -1, PANEL_BYTES)
 
@@ -116,10 +117,10 @@ def unpack_panels(panels: torch.Tensor, bits: int) -> torch.Tensor:
         both = torch.stack(
             (lanes & 15, lanes >> 4), 1
         )  # tile, row of both, chunk, g, t, h, s, byte
-        ordered = both.permute(0, 1, 3, 2, 5, 4, 6, 7)[..., _NIBBLE_COLUMNS]
+        ordered = both.permute(0, 1, 3, 2, 5, 4, 6, 7)[..., _COLUMNS]
     else:
         lanes = panels.view(tiles, chunks, _ROWS, 4, 2, 2, 4)  # ..., g, t, j, p, byte
-        ordered = lanes.permute(0, 5, 2, 1, 3, 4, 6)
+        ordered = lanes.permute(0, 5, 2, 1, 3, 4, 6)[..., _COLUMNS]
     return ordered.reshape(tiles * PANEL_ROWS, -1)
 
 

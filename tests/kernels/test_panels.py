@@ -73,7 +73,8 @@ def test_where_every_code_lies(bits: int) -> None:
                             row = g + 8 * (i % 2)
                             column = 32 * (j // 2) + 8 * t + 4 * (j % 2) + (0, 2, 1, 3)[i // 2]
                         else:
-                            row, column = g + 8 * (j % 2), 8 * t + 4 * (j // 2) + i
+                            row = g + 8 * (j % 2)
+                            column = 8 * t + 4 * (j // 2) + (0, 2, 1, 3)[i]
                         wanted = codes[16 * tile + row, columns * chunk + column]
                         assert word >> bits * i & ((1 << bits) - 1) == wanted
     assert torch.equal(unpack_panels(panels, bits), codes)

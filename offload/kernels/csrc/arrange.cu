@@ -14,7 +14,9 @@ constexpr int kUnits = 4;  // panels of a warp, all of them under way at once
 // A lane's words of a panel, of words along the depth: those of rows g and g + 8, `low` and `high`.
 template <int kBits>
 __device__ __forceinline__ uint4 panel_words(const uint32_t (&low)[2], const uint32_t (&high)[2]) {
-    if (kBits == 8) return make_uint4(low[0], high[0], low[1], high[1]);
+    if (kBits == 8)
+        return make_uint4(swap_codes(low[0]), swap_codes(high[0]), swap_codes(low[1]),
+                          swap_codes(high[1]));
     return make_uint4(
         interleave_codes(low[0], high[0]), interleave_codes(low[0] >> 16, high[0] >> 16),
         interleave_codes(low[1], high[1]), interleave_codes(low[1] >> 16, high[1] >> 16));

@@ -502,8 +502,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
                 for (int c = 0; c < kUnit; ++c) {
                     const uint32_t code =
-                        kBits == 4 ? words[2 * h + c / 4] >> (8 * pair_byte(c % 4) + 4 * p) & 15u
-                                   : words[2 * (c / 4) + p] >> 8 * (c % 4) & 255u;
+                        kBits == 4 ? words[2 * h + c / 4] >> (8 * panel_byte(c % 4) + 4 * p) & 15u
+                                   : words[2 * (c / 4) + p] >> 8 * panel_byte(c % 4) & 255u;
                     x[c] = (magic(code) - origin) * scale;
                 }
                 store_unit(to + p * (kPanelRows / 2) * a.output_stride + 32 * h + kUnit * t, x);
@@ -519,9 +519,8 @@ __device__ __forceinline__ uint32_t panel_code(const OffloadDequantize& a, int r
     const int64_t panel =
         static_cast<int64_t>(row / kPanelRows) * (a.depth / columns) + k / columns;
     const int word = narrow ? c / 32 * 2 + c % 8 / 4 : c % 8 / 4 * 2 + p;
-    const int byte = narrow ? pair_byte(c % 4) : c % 4;
     const uint8_t code = static_cast<const uint8_t*>(
-        a.codes)[panel * kPanelBytes + (g * 4 + c % 32 / 8) * 16 + word * 4 + byte];
+        a.codes)[panel * kPanelBytes + (g * 4 + c % 32 / 8) * 16 + word * 4 + panel_byte(c % 4)];
     return narrow ? code >> 4 * p & 15u : code;
 }
 

@@ -15,8 +15,13 @@ __device__ __forceinline__ uint32_t interleave_codes(uint32_t first, uint32_t se
     return spread(first) | spread(second) << 4;
 }
 
-// int4: which byte of its word has column i of 4, of both rows.
-__device__ __forceinline__ constexpr int pair_byte(int i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
+// int8: 4 codes of a row in the order of panels, and back: bytes 1 and 2 change places.
+__device__ __forceinline__ uint32_t swap_codes(uint32_t word) {
+    return (word & 0xff0000ffu) | (word & 0xff00u) << 8 | (word >> 8 & 0xff00u);
+}
+
+// Which byte of its word has column i of 4; in int4 that of both rows.
+__device__ __forceinline__ constexpr int panel_byte(int i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
 
 // Where the words of a row's neighbours hold it (AutoAWQ's order).
 __device__ __forceinline__ int row_word_shift(int row) { return 4 * (row % 8 / 2 + row % 2 * 4); }
