@@ -79,12 +79,20 @@ def add_placement(parser: argparse.ArgumentParser, default: str = "auto") -> Non
     group.add_argument(
         "--prefetch", type=positive, metavar="N", help="loads ahead of the layer in use"
     )
-    group.add_argument(
-        "--device", metavar="DEVICE", help="where layers run: cuda:1, cpu, ... (default: the GPU)"
-    )
+    add_device(group, "where layers run: cuda:1, cpu, ...")
     group.add_argument(
         "--dtype", default=None, metavar="DTYPE", help="float16, bfloat16, float32, ..."
     )
+
+
+def add_device(parser: Any, what: str = "cuda:1, cpu, ...") -> None:
+    """Where something runs. `what`: said of it."""
+    parser.add_argument("--device", metavar="DEVICE", help=f"{what} (default: the GPU)")
+
+
+def add_json(parser: Any) -> None:
+    """The result as JSON; `console.show` prints it so."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def add_goal(parser: Any) -> None:

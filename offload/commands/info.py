@@ -10,10 +10,11 @@ import json
 import os
 import platform
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+from offload.commands.arguments import add_device, add_json
+from offload.commands.console import say
 from offload.scheduler.hardware import Hardware
 
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy")
@@ -38,10 +39,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--again", action="store_true", help="with --measure: anew, though some are kept"
     )
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="with --measure: where layers run (default: the GPU)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_device(parser, "with --measure: where layers run")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -66,7 +65,7 @@ def _measure(args: argparse.Namespace) -> tuple[Hardware, Path]:
         args.offload_folder,
         OffloadConfig(device=args.device).compute,
         again=args.again,
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
+        progress=say,
     )
 
 

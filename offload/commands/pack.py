@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from offload.commands.arguments import add_weights, quantization
+from offload.commands.arguments import add_device, add_weights, quantization
 from offload.commands.console import quiet_transformers
 from offload.progress import Pace
 from offload.sizes import format_size
@@ -27,9 +27,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id")
     parser.add_argument("out", metavar="OUT", help="a folder that is not there yet")
     add_weights(parser, required=True)
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="where numbers are worked out (default: the GPU)"
-    )
+    add_device(parser, "where numbers are worked out")
     parser.add_argument("--revision", metavar="REV", help="of a hub id")
     parser.add_argument("--trust-remote-code", action="store_true")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_kv_dtype, memory, positive
+from offload.commands.arguments import add_json, add_kv_dtype, memory, positive
 from offload.commands.console import say
 from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
         help="rates of another machine, as `offload info --measure --json` prints them there "
         "(default: this one's)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -50,7 +50,9 @@ CASES: dict[tuple[str, ...], str] = {
     ("bench", "nvme", "/no/such/folder"): "'/no/such/folder' is no folder",
     ("bench", "nvme", "EMPTY", "--block", "1MB,x"): "argument --block: 'x' is not a size",
     (*BENCH, "--kv-on-cpu", "-1"): "'-1' is not a whole number, zero or more",
-    (*BENCH, "--overhead", "--kv-on-cpu", "2"): "belong to the measurement of throughput itself",
+    (*BENCH, "--overhead", "--kv-on-cpu", "2"): "--kv-on-cpu belongs to the measurement of",
+    (*BENCH, "--cold-start", "--peer", "resident"): "--peer belongs to the measurement of",
+    ("bench", "host-attention", "--device", "cpu"): "--device goes with --beside-stream",
     (*BENCH, "--overhead", "--cold-start"): "not allowed with argument",
 }  # fmt: skip
 

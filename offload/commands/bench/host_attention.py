@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from offload.commands.console import say
+from offload.commands.arguments import add_device, add_json
+from offload.commands.console import say, show
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -43,8 +43,8 @@ def add_parser(benchmarks: Any) -> None:
         action="store_true",
         help="while pinned copies run to the GPU at full rate, and their rate",
     )
-    parser.add_argument("--device", metavar="DEVICE", help="where those go (default: the GPU)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_device(parser, "where those go")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -55,6 +55,8 @@ def execute(args: argparse.Namespace) -> int:
     from offload.kernels.host_library import PATHS, host_library
     from offload.kernels.host_pool import HostPool
 
+    if args.device is not None and not args.beside_stream:
+        raise ValueError("--device goes with --beside-stream: attention itself runs on the CPU")
     shapes = [s for s in SHAPES if all(text in s.name for text in args.shape)]
     if not shapes:
         known = ", ".join(shape.name for shape in SHAPES)
@@ -77,5 +79,5 @@ def execute(args: argparse.Namespace) -> int:
             device=device,
             say=say,
         )
-    print(json.dumps(result.as_dict()) if args.json else result)
+    show(result, args.json)
     return 0

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from offload.commands.arguments import add_device, add_json
 from offload.commands.console import say
 
 
@@ -32,14 +33,14 @@ def add_parser(benchmarks: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--compile", action="store_true", help="torch.compile beside them, too")
-    parser.add_argument("--device", metavar="DEVICE", help="cuda:1, cpu, ... (default: the GPU)")
+    add_device(parser)
     parser.add_argument(
         "--sweep",
         action="store_true",
         help="instead: every variant of a small-batch product (op gemm, or quant_gemm)",
     )
     parser.add_argument("--out", metavar="FILE", help="write all figures there, as JSON")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -61,6 +62,9 @@ def execute(args: argparse.Namespace) -> int:
     failed = False
 
     if args.sweep:
+        if args.quick or args.compile:
+            name = "--quick" if args.quick else "--compile"
+            raise ValueError(f"{name} is not for --sweep, which measures every variant")
         sweeps = {gemm.OP: gemm_sweep.sweep, quant_gemm.OP: quant_gemm.sweep}
         if len(ops) > 1 or set(ops) - sweeps.keys():
             raise ValueError(f"--sweep is for one of the ops {' and '.join(sweeps)}")

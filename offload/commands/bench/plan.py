@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from offload.commands.arguments import positive
-from offload.commands.console import quiet_transformers, say
+from offload.commands.arguments import add_device, add_json, positive
+from offload.commands.console import quiet_transformers, say, show
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -27,7 +26,7 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument("--layers", type=positive, metavar="N", help="of every shape")
     parser.add_argument("--prompt-len", type=positive, default=512, metavar="N")
     parser.add_argument("--gen-len", type=positive, default=8, metavar="N")
-    parser.add_argument("--device", metavar="DEVICE", help="cuda:1, cpu, ... (default: the GPU)")
+    add_device(parser)
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -40,7 +39,7 @@ def add_parser(benchmarks: Any) -> None:
         help="also a page of the prefill and one of a decode step: what each resource did, and was "
         "predicted to do",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -66,5 +65,5 @@ def execute(args: argparse.Namespace) -> int:
     result = measure_predictions(
         cases, device, args.prompt_len, args.gen_len, rates, say, args.pictures
     )
-    print(json.dumps(result.as_dict()) if args.json else result)
+    show(result, args.json)
     return 1 if any(row.problem for row in result.rows) else 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_placement, add_weights, positive, quantization
-from offload.commands.console import quiet_transformers
+from offload.commands.arguments import add_json, add_placement, add_weights, positive, quantization
+from offload.commands.console import quiet_transformers, show
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -34,7 +33,7 @@ def add_parser(benchmarks: Any) -> None:
     )
     add_placement(parser)
     parser.add_argument("--offload-folder", metavar="FOLDER", help="for the quantised weights")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -61,5 +60,5 @@ def execute(args: argparse.Namespace) -> int:
         offload_folder=args.offload_folder,
         engine="transformers",
     )
-    print(json.dumps(result.as_dict()) if args.json else result)
+    show(result, args.json)
     return 0

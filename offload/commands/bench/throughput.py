@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from offload.commands.arguments import (
     add_goal,
+    add_json,
     add_placement,
     add_trace,
     add_weights,
@@ -17,7 +17,7 @@ from offload.commands.arguments import (
     quantization,
     size,
 )
-from offload.commands.console import quiet_transformers
+from offload.commands.console import quiet_transformers, show
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -96,7 +96,7 @@ def add_parser(benchmarks: Any) -> None:
         action="store_true",
         help="instead: seconds from offload.run to the first token, with nothing in the page cache",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -105,6 +105,8 @@ def execute(args: argparse.Namespace) -> int:
         if not args.overhead:
             raise ValueError("name what to measure: --shape NAME or --model FOLDER")
         args.shape = "tiny-deep"
+    if args.overhead or args.cold_start:
+        _refuse_of_throughput(args)
 
     from offload.bench.cold_start import measure_cold_start
     from offload.bench.overhead import measure_overhead
@@ -137,16 +139,6 @@ def execute(args: argparse.Namespace) -> int:
         goal=args.goal,
         choose_batch=args.goal == "throughput" and args.batch is None,
     )
-    if args.goal and (args.overhead or args.cold_start):
-        raise ValueError("--goal belongs to the measurement of throughput itself")
-    if args.micro_batch and (args.overhead or args.cold_start):
-        raise ValueError("--micro-batch belongs to the measurement of throughput itself")
-    if (args.kv_on_cpu or args.kv_dtype != "auto") and (args.overhead or args.cold_start):
-        raise ValueError(
-            "--kv-on-cpu and --kv-dtype belong to the measurement of throughput itself"
-        )
-    if args.trace and (args.overhead or args.cold_start):
-        raise ValueError("--trace belongs to the measurement of throughput itself")
     result: Any
     if args.overhead:
         result = measure_overhead(subject, setup)
@@ -156,5 +148,20 @@ def execute(args: argparse.Namespace) -> int:
         result = run_throughput(subject, work, setup)
         if not args.json:
             print(result.placement, end="\n\n", file=sys.stderr, flush=True)
-    print(json.dumps(result.as_dict()) if args.json else result)
+    show(result, args.json)
     return 0
+
+
+def _refuse_of_throughput(args: argparse.Namespace) -> None:
+    """Arguments that another measurement would not heed."""
+    heeded = {
+        "--goal": args.goal,
+        "--micro-batch": args.micro_batch,
+        "--kv-on-cpu": args.kv_on_cpu,
+        "--kv-dtype": args.kv_dtype != "auto",
+        "--trace": args.trace,
+        "--peer": args.peer,
+    }
+    for name, given in heeded.items():
+        if given:
+            raise ValueError(f"{name} belongs to the measurement of throughput itself")
