@@ -44,9 +44,10 @@ def add_nvme_arguments(parser: argparse.ArgumentParser) -> None:
         "--pattern",
         choices=("sequential", "layers"),
         default="sequential",
-        help="layers: requests of 64 MiB at odd offsets, two in flight, as the weight stream's",
+        help="layers: requests of 64 MiB at odd offsets, two in flight, as the weight stream's "
+        "(default: sequential)",
     )
-    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="take medians of N")
+    _add_rounds(parser)
     parser.add_argument(
         "--compare",
         action="append",
@@ -74,9 +75,21 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", type=_list_of(_size), metavar="SIZES", help="of a copy (default: 4KiB to 1GiB)"
     )
-    parser.add_argument("--max-size", type=_size, default=1 << 30, metavar="SIZE")
-    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="take medians of N")
+    parser.add_argument(
+        "--max-size",
+        type=_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="of a copy (default: 1GiB)",
+    )
+    _add_rounds(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rounds", type=_count, default=5, metavar="N", help="take medians of N (default: 5)"
+    )
 
 
 def run_link(args: argparse.Namespace) -> int:

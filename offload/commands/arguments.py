@@ -95,6 +95,31 @@ def add_json(parser: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
+def add_job(parser: Any, gen_len: int = 32) -> None:
+    """How long prompts are, and what follows."""
+    parser.add_argument(
+        "--prompt-len",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens of each prompt (default: 512)",
+    )
+    parser.add_argument(
+        "--gen-len",
+        type=positive,
+        default=gen_len,
+        metavar="N",
+        help=f"new tokens of each sequence (default: {gen_len})",
+    )
+
+
+def add_remote_code(parser: Any) -> None:
+    """Whether code of the checkpoint may run."""
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model code of the checkpoint"
+    )
+
+
 def add_goal(parser: Any) -> None:
     """What a plan is made for."""
     parser.add_argument(

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from offload.commands.arguments import add_device, add_weights, quantization
+from offload.commands.arguments import add_device, add_remote_code, add_weights, quantization
 from offload.commands.console import quiet_transformers
 from offload.progress import Pace
 from offload.sizes import format_size
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     add_weights(parser, required=True)
     add_device(parser, "where numbers are worked out")
     parser.add_argument("--revision", metavar="REV", help="of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true")
+    add_remote_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_json, add_kv_dtype, memory, positive
+from offload.commands.arguments import add_job, add_json, add_kv_dtype, memory, positive
 from offload.commands.console import say
 from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
@@ -35,8 +35,7 @@ def add_parser(commands: Any) -> None:
         "`offload bench`, such as opt-30b",
     )  # fmt: skip
     job = parser.add_argument_group("job")
-    job.add_argument("--prompt-len", type=positive, default=512, metavar="N")
-    job.add_argument("--gen-len", type=positive, default=32, metavar="N")
+    add_job(job)
     job.add_argument(
         "--batch",
         type=positive,
@@ -47,7 +46,8 @@ def add_parser(commands: Any) -> None:
         "--goal",
         choices=[goal.value for goal in Goal],
         default=Goal.THROUGHPUT.value,
-        help="tokens a second of the whole job, the time of a given batch, or the least GPU memory",
+        help="tokens a second of the whole job (throughput, the default), the time of a given "
+        "batch, or the least GPU memory",
     )
     add_kv_dtype(job)
     job.add_argument(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offload.commands.arguments import (
     add_goal,
     add_placement,
+    add_remote_code,
     add_trace,
     add_weights,
     memory,
@@ -42,7 +43,13 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="(default: read standard input)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
     text = parser.add_argument_group("text")
-    text.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
+    text.add_argument(
+        "--max-new-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="stop after so many (default: 128)",
+    )
     text.add_argument(
         "--no-chat",
         action="store_true",
@@ -79,13 +86,19 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="tokens that 'auto' keeps GPU memory free for (default: those of this run)",
     )
-    limits.add_argument("--batch-size", type=positive, default=1, metavar="N", help="likewise")
+    limits.add_argument(
+        "--batch-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="sequences that it keeps it free for (default: 1)",
+    )
     limits.add_argument(
         "--offload-folder", metavar="FOLDER", help="for weights that must be rewritten"
     )
     loading = parser.add_argument_group("loading")
     loading.add_argument("--revision", metavar="REV", help="of a hub id")
-    loading.add_argument("--trust-remote-code", action="store_true")
+    add_remote_code(loading)
     loading.add_argument("--attn-implementation", metavar="NAME", help="sdpa, eager, ...")
 
 

@@ -29,7 +29,10 @@ def add_parser(benchmarks: Any) -> None:
         help="keys and values (default: bf16); may be repeated",
     )
     parser.add_argument(
-        "--path", default="auto", metavar="NAME", help="portable, avx2, avx512, ..."
+        "--path",
+        default="auto",
+        metavar="NAME",
+        help="portable, avx2, avx512, ... (default: the quickest of this CPU)",
     )
     parser.add_argument(
         "--spare",

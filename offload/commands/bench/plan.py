@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from offload.commands.arguments import add_device, add_json, positive
+from offload.commands.arguments import add_device, add_job, add_json, positive
 from offload.commands.console import quiet_transformers, say, show
 
 
@@ -24,8 +24,7 @@ def add_parser(benchmarks: Any) -> None:
         "--case", action="append", default=[], metavar="TEXT", help="only those with TEXT in them"
     )
     parser.add_argument("--layers", type=positive, metavar="N", help="of every shape")
-    parser.add_argument("--prompt-len", type=positive, default=512, metavar="N")
-    parser.add_argument("--gen-len", type=positive, default=8, metavar="N")
+    add_job(parser, gen_len=8)
     add_device(parser)
     parser.add_argument(
         "--measure",

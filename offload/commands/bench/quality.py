@@ -26,7 +26,11 @@ def add_parser(benchmarks: Any) -> None:
         "--against", metavar="FOLDER", help="a quantised folder, in place of --weights"
     )
     parser.add_argument(
-        "--window", type=positive, default=1024, metavar="N", help="tokens that see each other"
+        "--window",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="tokens that see each other (default: 1024)",
     )
     parser.add_argument(
         "--tokens", type=positive, metavar="N", help="of the text (default: all of it)"

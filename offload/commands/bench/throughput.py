@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.commands.arguments import (
     add_goal,
+    add_job,
     add_json,
     add_placement,
     add_trace,
@@ -46,9 +47,10 @@ def add_parser(benchmarks: Any) -> None:
         metavar="N",
         help="sequences (default: 32; with the goal throughput, as many as the plan says)",
     )
-    work.add_argument("--prompt-len", type=positive, default=512, metavar="N")
-    work.add_argument("--gen-len", type=positive, default=32, metavar="N")
-    work.add_argument("--repeat", type=positive, default=1, metavar="N", help="take medians of N")
+    add_job(work)
+    work.add_argument(
+        "--repeat", type=positive, default=1, metavar="N", help="take medians of N (default: 1)"
+    )
     work.add_argument(
         "--micro-batch",
         type=positive,
@@ -74,7 +76,7 @@ def add_parser(benchmarks: Any) -> None:
         "repeated",
     )
     parser.add_argument(
-        "--engine", default="auto", metavar="NAME", help="auto, fused, or transformers"
+        "--engine", default="auto", metavar="NAME", help="auto (default), fused, or transformers"
     )
     parser.add_argument(
         "--kv-on-cpu",
