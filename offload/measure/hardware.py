@@ -15,6 +15,7 @@ from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.fused import attention, call_seconds, exchange_seconds, few_rows
 from offload.measure.host import GROUPS, HostMemory, rates_beside, read_rate
 from offload.measure.link import link_rates, stream_up
 from offload.measure.machine import this_machine
@@ -43,7 +44,7 @@ def measure_hardware(
         ("disk", ("disk",), lambda: _disk(Path(folder))),
         ("matrix products", ("matrix",), lambda: {"matrix": _matrix(device)}),
         ("CPU memory", ("host_read", "cpu_attention"), _host),
-        ("memory of the compute device", ("hbm",), lambda: _hbm(device, rates)),
+        ("memory of the compute device", ("hbm", "hbm_copy"), lambda: _hbm(device, rates)),
     ]
     if device.type == "cuda":
         steps += [
@@ -53,6 +54,8 @@ def measure_hardware(
                 lambda: _link(device),
             ),
             ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
+            ("own kernels", ("few_rows", "gpu_attention", "call"), lambda: _own_kernels(device)),
+            ("the way to CPU cores", ("exchange",), lambda: _exchange(device)),
             (
                 "CPU memory beside the link",
                 ("host_read_beside", "link_beside"),
@@ -81,6 +84,10 @@ _LINK = (
     "host_read_beside",
     "link_beside",
     "launch",
+    "few_rows",
+    "gpu_attention",
+    "call",
+    "exchange",
 )
 
 
@@ -98,7 +105,23 @@ def _hbm(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError("the CPU's memory, which is meant here, could not be measured")
         return {"hbm": rates["host_read"]}
     free = torch.cuda.mem_get_info(device)[0]
-    return {"hbm": hbm_rates(device, min(HBM_BYTES, free // 4))[0]}
+    read, copied = hbm_rates(device, min(HBM_BYTES, free // 4))
+    return {"hbm": read, "hbm_copy": copied}
+
+
+def _own_kernels(device: torch.device) -> dict[str, Any]:
+    return {
+        "few_rows": few_rows(device),
+        "gpu_attention": attention(device),
+        "call": call_seconds(device),
+    }
+
+
+def _exchange(device: torch.device) -> dict[str, Any]:
+    reason = why_not_host()
+    if reason is not None:
+        raise RuntimeError(reason)
+    return {"exchange": exchange_seconds(device)}
 
 
 def _matrix(device: torch.device) -> dict[str, Curve]:

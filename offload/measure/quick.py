@@ -16,6 +16,7 @@ from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.fused import attention, call_seconds, exchange_seconds, few_rows
 from offload.measure.host import HostMemory, rates_beside, read_rate
 from offload.measure.link import link_rates, stream_up
 from offload.measure.machine import this_machine
@@ -30,6 +31,7 @@ ROWS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (1, 16, 128)}
 WIDTH = {"cuda": 8192, "cpu": 512}
 HOST_BYTES, HOST_SECONDS, BESIDE_SECONDS = 1 << 30, 0.3, 0.8
 GROUPS = (1, 8)  # queries a KV head
+FEW_ROWS = (1, 16, 64)
 SECONDS, LONGER = 0.1, 1.0  # of products of one number of rows
 
 
@@ -59,7 +61,7 @@ def quick_hardware(
         rates["link_up"], rates["link_down"] = found.up, found.down
         rates["link_up_both"], rates["link_down_both"] = found.up_both, found.down_both
         free = torch.cuda.mem_get_info(device)[0]
-        rates["hbm"] = hbm_rates(device, min(HBM_BYTES, free // 4))[0]
+        rates["hbm"], rates["hbm_copy"] = hbm_rates(device, min(HBM_BYTES, free // 4))
         rates["launch"] = launch_seconds(device)
         reason = why_not_host()
         try:
@@ -67,6 +69,12 @@ def quick_hardware(
         except (OffloadError, RuntimeError, MemoryError) as error:
             reason = str(error)
         absent = {} if reason is None else {"cpu_attention": reason}
+        try:
+            rates["few_rows"] = few_rows(device, FEW_ROWS)
+            rates["gpu_attention"] = attention(device)
+            rates["call"] = call_seconds(device)
+        except (OffloadError, RuntimeError) as error:
+            absent |= dict.fromkeys(("few_rows", "gpu_attention", "call"), str(error))
         torch.cuda.empty_cache()  # a plan counts on all of the memory
     else:
         rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)
@@ -93,6 +101,7 @@ def _host(device: torch.device, link: float) -> dict[str, Any]:
         "cpu_attention_int8": int8,
         "host_read_beside": host,
         "link_beside": beside,
+        "exchange": exchange_seconds(device),
     }
 
 

@@ -14,12 +14,6 @@ class CpuAttention(str, enum.Enum):
     GPU = "gpu"  # after a way up the link in every pass
 
 
-# Of the memory's rate what the fused products of few rows reach: with plain weights, and with
-# quantised ones. Those are limited by the unpacking of codes, which is done anew for every
-# `UNPACKED_ROWS` rows; single large products were measured at 0.44 to 0.6 (H200), layers at 0.36.
-OWN_SHARE, STORED_SHARE, UNPACKED_ROWS = 0.9, 0.4, 8
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Counts of one layer. Widths are in tensors as wide as the residual, and as the MLP.
@@ -28,8 +22,8 @@ class Engine:
     """
 
     name: str
-    kernels: int  # what issuing a layer of a decode step takes, in launches of a small kernel
-    between_steps: int  # what the host does from a step's last layer to the next's first, likewise
+    kernels: int  # launches of a layer in a decode step
+    prompt_kernels: int  # of a part of a prompt in a layer
     alive: tuple[int, int]  # widths that a prompt's rows keep at once in the widest place
     moved: tuple[int, int]  # widths that are read and written between a prompt's products
     mlp_rows: int | None = None  # of those as wide as the MLP that are alive at once; None: all
@@ -40,10 +34,16 @@ class Engine:
     masks: tuple[int, int] = (0, 0)  # elements at most of all that padded prompts keep, and of one
     whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one
     stored_rows: int | None = None  # so many are multiplied with them as they are stored; None: any
-    prompt_kernels: int | None = (
-        None  # what a part of a prompt's layer takes the host; None: `kernels`
-    )
-    own_rows: int = 0  # so many are multiplied by kernels that read weights at `OWN_SHARE`
+    stored_streamed: bool = True  # also where the layer comes through a slot
+    own_kernels: bool = False  # whether few rows are multiplied by kernels measured as `few_rows`
+    graphs: bool = False  # whether runs of resident layers are launched at once in a decode step
+    overlaps: bool = False  # whether one part of a step is computed while CPU cores attend another
+    piece_kernels: int = 0  # launches for a piece of keys and values that comes up the link
+    # What the host does in Python, in calls that are made and checked: of a part of a prompt in a
+    # layer, ahead of a prompt, and from a step's last layer to the next one's first.
+    prompt_calls: float = 0
+    start_calls: float = 0
+    step_calls: float = 0
 
     def alive_elements(self, rows: int, hidden: int, intermediate: int) -> int:
         """Elements of activations in the widest place of a layer."""
@@ -59,17 +59,18 @@ class Engine:
 EVERYTHING = Engine(
     name="any",
     kernels=12,
-    between_steps=0,
+    prompt_kernels=12,
     alive=(8, 3),
     moved=(8, 3),
     cpu_kv=frozenset({CpuAttention.CPU, CpuAttention.GPU}),
     chunks=True,
     micro_batches=True,
+    overlaps=True,
 )
 FUSED = Engine(
     name="fused",
     kernels=12,
-    between_steps=80,
+    prompt_kernels=12,
     alive=(7, 3),
     moved=(8, 3),
     mlp_rows=8192,
@@ -78,16 +79,19 @@ FUSED = Engine(
     masks=(1 << 28, 1 << 26),
     whole_layers=True,
     stored_rows=64,
-    # A prompt's calls are made and checked in Python each time: some 10 a layer, and torch's own,
-    # 0.6 ms together on the host whose launches take 3.4 us.
-    prompt_kernels=180,
-    own_rows=16,
+    stored_streamed=False,
+    own_kernels=True,
+    graphs=True,
+    piece_kernels=14,
+    prompt_calls=28,
+    start_calls=120,
+    step_calls=20,
 )
 # PyTorch's modules from Python: many small kernels, each of them through its dispatcher.
 TRANSFORMERS = Engine(
     name="transformers",
     kernels=240,
-    between_steps=160,
+    prompt_kernels=240,
     alive=(3, 2),
     moved=(40, 10),
     stored_rows=0,

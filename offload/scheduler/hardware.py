@@ -12,11 +12,12 @@ from typing import Any
 
 from offload.errors import OffloadError
 
-FORMAT = 1  # raised when what is measured, or how, changes: older figures are then measured anew
+FORMAT = 2  # raised when what is measured, or how, changes: older figures are then measured anew
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 Curve = tuple[tuple[int, float], ...]  # (rows or queries a KV head, rate), by the first
+_ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
 class HardwareError(OffloadError, ValueError):
@@ -45,8 +46,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one machine: bytes or FLOP per second, `launch` in seconds. None was not measured,
-    and `absent` has the reason.
+    """Rates of one machine: bytes or FLOP per second; `launch`, `call` and `exchange` are seconds.
+    None was not measured, and `absent` has the reason.
     """
 
     machine: Machine
@@ -56,7 +57,12 @@ class Hardware:
     link_down_both: float | None = None
     disk: float | None = None  # direct reads into pinned memory
     hbm: float | None = None  # reads of the compute device's memory
+    hbm_copy: float | None = None  # read + written by a copy in it
     matrix: Mapping[str, Curve] = field(default_factory=dict)  # by dtype: rows -> FLOP/s, sustained
+    # By how weights are kept, a dtype or a precision: rows -> bytes of them that products of so few
+    # rows read per second, by the fused engine's kernels.
+    few_rows: Mapping[str, Curve] = field(default_factory=dict)
+    gpu_attention: Curve = ()  # queries a KV head -> bytes per second, while decoding
     cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
     cpu_attention_by: str = ""  # what measured it
     cpu_attention_int8: Curve = ()  # the same of keys and values in int8, with their scales
@@ -64,6 +70,9 @@ class Hardware:
     host_read_beside: float | None = None  # beside a full stream up the link
     link_beside: float | None = None  # that stream's rate then
     launch: float | None = None  # of one kernel, on the host
+    call: float | None = None  # of a call that is made and checked for it in Python
+    # From queries on the compute device to what CPU cores make of them there, but for attention.
+    exchange: float | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +81,8 @@ class Hardware:
             for rate in _values(value):
                 if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
                     raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
-        for curve in (*self.matrix.values(), self.cpu_attention, self.cpu_attention_int8):
+        curves = (self.gpu_attention, self.cpu_attention, self.cpu_attention_int8)
+        for curve in (*self.matrix.values(), *self.few_rows.values(), *curves):
             points = [x for x, _ in curve]
             if points != sorted(set(points)) or any(x < 1 for x in points):
                 raise HardwareError(f"a curve has the points {points}, not rising from 1 on")
@@ -85,32 +95,34 @@ class Hardware:
         curve = self._products(dtype)
         if not curve:
             raise self.lacks(f"the matrix rate of {dtype}", "matrix")
-        first, last = curve[0], curve[-1]
-        if rows <= first[0]:
-            return first[1] * rows / first[0]
-        for (x0, y0), (x1, y1) in itertools.pairwise(curve):
-            if rows <= x1:
-                share = math.log(rows / x0) / math.log(x1 / x0)
-                return y0 * (y1 / y0) ** share
-        return last[1]
+        first = curve[0]
+        return first[1] * rows / first[0] if rows <= first[0] else _between(curve, rows)
 
     def multiplies(self, dtype: str) -> bool:
         """Whether `matrix_rate` knows the dtype."""
         return bool(self._products(dtype))
 
     def _products(self, dtype: str) -> Curve:
-        alike = {"float16": "bfloat16", "bfloat16": "float16"}
-        return self.matrix.get(dtype) or self.matrix.get(alike.get(dtype, ""), ())
+        return self.matrix.get(dtype) or self.matrix.get(_ALIKE.get(dtype, ""), ())
+
+    def few_rows_rate(self, kept: str, rows: float) -> float | None:
+        """Bytes of weights that products of so many rows read per second where they are `kept` in
+        that dtype or precision; None where it was not measured, or for as many rows.
+        """
+        curve = self.few_rows.get(kept) or self.few_rows.get(_ALIKE.get(kept, ""), ())
+        if not curve or rows > curve[-1][0]:
+            return None
+        return _between(curve, max(rows, curve[0][0]))
 
     def attention_rate(self, group: int, int8: bool = False) -> float | None:
         """Bytes of keys and values per second that the CPU attends to, alone, for `group` queries
         a KV head: of the next larger group that was measured.
         """
-        curve = self.cpu_attention_int8 if int8 else self.cpu_attention
-        wider = [rate for queries, rate in curve if queries >= group]
-        if wider:
-            return wider[0]
-        return curve[-1][1] if curve else None
+        return _of_group(self.cpu_attention_int8 if int8 else self.cpu_attention, group)
+
+    def gpu_attention_rate(self, group: int) -> float:
+        """The same of the compute device; its memory's where it was not measured."""
+        return _of_group(self.gpu_attention, group) or self.needed("hbm")
 
     def needed(self, name: str) -> float:
         """The rate `name`. Raises HardwareError where it was not measured."""
@@ -186,6 +198,23 @@ class Hardware:
         )
 
 
+def _between(curve: Curve, at: float) -> float:
+    """The rate at a place between two that were measured: on a line of logarithms."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if x0 <= at <= x1:
+            share = math.log(at / x0) / math.log(x1 / x0)
+            return y0 * (y1 / y0) ** share
+    return curve[-1][1]
+
+
+def _of_group(curve: Curve, group: int) -> float | None:
+    """Of the next larger number of queries a KV head that was measured."""
+    wider = [rate for queries, rate in curve if queries >= group]
+    if wider:
+        return wider[0]
+    return curve[-1][1] if curve else None
+
+
 _UNITS = {
     "link_up": "B/s",
     "link_down": "B/s",
@@ -193,13 +222,18 @@ _UNITS = {
     "link_down_both": "B/s",
     "disk": "B/s",
     "hbm": "B/s",
+    "hbm_copy": "B/s",
     "matrix": "FLOP/s",
+    "few_rows": "B/s",
+    "gpu_attention": "B/s",
     "cpu_attention": "B/s",
     "cpu_attention_int8": "B/s",
     "host_read": "B/s",
     "host_read_beside": "B/s",
     "link_beside": "B/s",
     "launch": "s",
+    "call": "s",
+    "exchange": "s",
 }
 
 
@@ -220,9 +254,9 @@ def _read_rate(name: str, entry: Any) -> Any:
         raise HardwareError(f"the rate {name!r} is {entry!r}, not a 'value' with a 'unit'")
     scale, value = _scale(name, entry["unit"]), entry["value"]
     try:
-        if name == "matrix":
+        if name in ("matrix", "few_rows"):
             return {dtype: _read_curve(curve, scale) for dtype, curve in value.items()}
-        if name.startswith("cpu_attention"):
+        if "_attention" in name:
             return _read_curve(value, scale)
         return float(value) * scale
     except (AttributeError, TypeError, ValueError):

@@ -1,0 +1,178 @@
+"""What the fused engine's own parts give: its products of few rows and its attention on the compute
+device, what issuing its calls takes the host, and the way to CPU cores and back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from offload.device import compute_device
+from offload.kernels.attention import DecodeAttention
+from offload.kernels.call import current_stream
+from offload.kernels.host_attention import HostAttention
+from offload.kernels.linear import Linear
+from offload.kernels.quant_linear import QuantLinear
+from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.weight_format import WeightFormat
+from offload.kernels.workspace import Workspace
+from offload.measure.compute import run_seconds
+from offload.row_copies import row_copies
+from offload.scheduler.hardware import Curve
+
+WIDTH = 8192  # of the square weights
+ROTATED = 400 << 20  # bytes of weights that are multiplied with in turns: more than any L2
+ROWS = (1, 4, 16, 32, 64)
+GROUPS = (1, 8)  # queries a KV head
+DTYPE = torch.bfloat16
+# As `run` would keep them where a layer stays, and where that layout does not serve.
+FORMATS = {
+    "int8": (WeightFormat("int8", "panels", (1, 64)), WeightFormat.parse("int8")),
+    "int4": (WeightFormat("int4", "panels", (1, 64)), WeightFormat.parse("int4")),
+}
+ROUNDS, CALLS, TURNS = 5, 1000, 40
+PAUSE = 3e-4  # between two layers' attention: threads sleep meanwhile
+
+
+def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curve]:
+    """By how weights are kept: rows -> bytes of them per second, read by products of so many rows.
+
+    Of each the way that the engine takes here.
+    """
+    found = {str(DTYPE).removeprefix("torch."): _curve(_plain, None, rows, device)}
+    for name, forms in FORMATS.items():
+        for form in forms:
+            try:
+                found[name] = _curve(_quantised, form, rows, device)
+                break
+            except ValueError:  # a layout that no kernel multiplies with
+                continue
+    return found
+
+
+def _curve(
+    make: Callable[..., tuple[Any, int]], form: Any, rows: Sequence[int], device: torch.device
+) -> Curve:
+    points = []
+    for count in rows:
+        input = torch.randn(count, WIDTH, dtype=DTYPE, device=device)
+        out = torch.empty_like(input)
+        call, nbytes = make(form, input, out)
+        calls = [call] + [make(form, input, out)[0] for _ in range(ROTATED // nbytes)]
+        points.append((count, len(calls) * nbytes / _seconds(calls, device)))
+    return tuple(points)
+
+
+def _plain(form: None, input: torch.Tensor, out: torch.Tensor) -> tuple[Any, int]:
+    weight = torch.randn(WIDTH, WIDTH, dtype=input.dtype, device=input.device)
+    return Linear(input, weight, out), weight.nbytes
+
+
+def _quantised(form: WeightFormat, input: torch.Tensor, out: torch.Tensor) -> tuple[Any, int]:
+    stored = {}
+    for name, (dtype, size) in form.stored((WIDTH, WIDTH), input.dtype).items():
+        if dtype == input.dtype:  # scales
+            stored[name] = torch.rand(size, device=input.device).to(dtype) * 0.01
+        elif name == "weight_shape":
+            stored[name] = torch.tensor((WIDTH, WIDTH))
+        else:
+            nbytes = torch.Size(size).numel() * dtype.itemsize
+            codes = torch.randint(256, (nbytes,), dtype=torch.uint8, device=input.device)
+            stored[name] = codes.view(dtype).view(size)
+    nbytes = sum(t.nbytes for name, t in stored.items() if name != "weight_shape")
+    return QuantLinear(input, form, stored, out), nbytes
+
+
+def attention(device: torch.device, groups: Sequence[int] = GROUPS) -> Curve:
+    """Queries a KV head -> bytes of keys and values per second that decode attention reads, of many
+    sequences.
+    """
+    return tuple((group, _attention(device, group)) for group in groups)
+
+
+def _attention(device: torch.device, group: int) -> float:
+    batch, kv_heads, length, width = 64, 8, 1024, 128
+    query = torch.ones(batch, kv_heads * group, width, dtype=DTYPE, device=device)
+    caches = torch.zeros(3, 2, batch, kv_heads, length, width, dtype=DTYPE, device=device)
+    workspace = Workspace(device)
+    calls = [
+        DecodeAttention(
+            query,
+            cache[0],
+            cache[1],
+            torch.empty_like(query),
+            length=torch.full((batch,), length, dtype=torch.int32, device=device),
+            scale=width**-0.5,
+            workspace=workspace,
+            even=True,
+        )
+        for cache in caches
+    ]
+    return caches.nbytes / _seconds(calls, device)
+
+
+def _seconds(calls: Sequence[Any], device: torch.device) -> float:
+    """Of all calls, one after the other."""
+    stream = current_stream(device)
+
+    def run() -> None:
+        for call in calls:
+            call.launch(stream)
+
+    return statistics.median(run_seconds(run, device, ROUNDS))
+
+
+def call_seconds(device: torch.device) -> float:
+    """That the host spends on making, checking and launching a call of an own kernel."""
+    rows = torch.zeros(1, 1024, dtype=DTYPE, device=device)
+    stream = current_stream(device)
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            ResidualNorm(residual=rows, branch=rows, sum_out=rows).launch(stream)
+        times.append((time.perf_counter() - start) / CALLS)
+    torch.cuda.synchronize(device)
+    return min(times)
+
+
+def exchange_seconds(device: torch.device) -> float:
+    """From a query on the compute device to what CPU cores make of it back there, where there is
+    next to nothing to attend to: copies, waits and threads that wake up.
+    """
+    return statistics.median(_exchanges(device))
+
+
+def _exchanges(device: torch.device) -> Iterator[float]:
+    copies = row_copies(compute_device(device))
+    heads, width = 16, 128
+    there = torch.zeros(1, heads * width, dtype=DTYPE, device=device)
+    query, result = (copies.buffer((1, heads, width), DTYPE) for _ in range(2))
+    mapped = copies.mapped(result).view(1, heads * width)
+    cache = torch.zeros(2, 1, heads, 1, width, dtype=DTYPE)
+    attend = HostAttention(
+        query,
+        cache[0],
+        cache[1],
+        result,
+        length=torch.ones(1, dtype=torch.int32),
+        scale=1.0,
+        beside_stream=True,
+    )
+    for _ in range(TURNS):
+        until = time.perf_counter() + PAUSE
+        while time.perf_counter() < until:
+            pass
+        start = time.perf_counter()
+        there.add_(1.0)  # what made the query
+        copies.synchronize(copies.down(query.flatten(1), there))
+        attend.start()
+        attend.wait()
+        torch.mul(mapped, 1, out=there)
+        torch.cuda.synchronize(device)
+        yield time.perf_counter() - start
