@@ -12,7 +12,7 @@ import torch
 
 from offload.bench.shapes import shape_config
 from offload.errors import OffloadError
-from offload.measure import cache, compute, hardware, host, machine, quick
+from offload.measure import cache, compute, fused, hardware, host, machine, quick
 from offload.measure.cache import kept_hardware, measured_hardware, rates_file, read_hardware
 from offload.measure.hardware import measure_hardware
 from offload.measure.host import HostMemory, PlainReader, rates_beside, read_rate
@@ -129,6 +129,22 @@ def test_readers_read_all_of_it() -> None:
     plain = PlainReader(torch.zeros(3, 1 << 20, dtype=torch.bfloat16))
     assert plain.read() == 6 << 20
     assert read_rate(plain, 0.01) > 1e8
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=GPU)])
+def test_what_the_engines_own_parts_give(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "WIDTH", 256)
+    monkeypatch.setattr(fused, "ROTATED", 1 << 20)
+    found = fused.few_rows(device, (1, 3))
+    assert set(found) == {"bfloat16", "int8", "int4"}
+    for curve in found.values():
+        assert [rows for rows, _ in curve] == [1, 3] and min(rate for _, rate in curve) > 1e4
+    if device.type == "cuda":  # on a CPU the reference takes its time for so many keys
+        assert [group for group, _ in fused.attention(device)] == [1, 8]
+        assert 1e-7 < fused.call_seconds(device) < 1e-3
+        assert 1e-6 < fused.exchange_seconds(device) < 1e-2
 
 
 def test_rates_of_two_that_work_at_once() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.commands.arguments import add_device, add_json
 from offload.commands.console import say
-from offload.scheduler.hardware import Hardware
+from offload.scheduler.hardware import Curve, Hardware
 
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy")
 
@@ -78,29 +78,43 @@ def rate_lines(hardware: Hardware) -> list[str]:
         ("link down, both ways busy", hardware.link_down_both),
         ("disk", hardware.disk),
         ("memory of the compute device", hardware.hbm),
+        ("copies in it, read + written", hardware.hbm_copy),
         ("CPU memory read", hardware.host_read),
         ("CPU memory read beside a full stream", hardware.host_read_beside),
         ("that stream", hardware.link_beside),
     )
     lines = [f"  {name}: {rate / 1e9:.4g} GB/s" for name, rate in plain if rate is not None]
     if hardware.cpu_attention:
-        by_group = ", ".join(f"{g}: {rate / 1e9:.4g}" for g, rate in hardware.cpu_attention)
         lines.append(
-            f"  CPU attention, GB/s by queries a KV head: {by_group} (measured by "
-            f"{hardware.cpu_attention_by})"
+            f"  CPU attention, GB/s by queries a KV head: {_points(hardware.cpu_attention, 1e9)} "
+            f"(measured by {hardware.cpu_attention_by})"
         )
     if hardware.cpu_attention_int8:
-        by_group = ", ".join(f"{g}: {rate / 1e9:.4g}" for g, rate in hardware.cpu_attention_int8)
-        lines.append(f"  the same in int8: {by_group}")
+        lines.append(f"  the same in int8: {_points(hardware.cpu_attention_int8, 1e9)}")
+    if hardware.gpu_attention:
+        points = _points(hardware.gpu_attention, 1e9)
+        lines.append(f"  attention while decoding, GB/s by queries a KV head: {points}")
     for dtype, curve in hardware.matrix.items():
-        by_rows = ", ".join(f"{rows}: {rate / 1e12:.4g}" for rows, rate in curve)
-        lines.append(f"  products in {dtype}, TFLOP/s by rows: {by_rows}")
-    if hardware.launch is not None:
-        lines.append(f"  launch of a kernel: {hardware.launch * 1e6:.3g} us")
+        lines.append(f"  products in {dtype}, TFLOP/s by rows: {_points(curve, 1e12)}")
+    for kept, curve in hardware.few_rows.items():
+        lines.append(
+            f"  weights in {kept}, GB/s read by products of few rows: {_points(curve, 1e9)}"
+        )
+    for name, seconds in (
+        ("launch of a kernel", hardware.launch),
+        ("a call made and checked for it", hardware.call),
+        ("the way to CPU cores and back", hardware.exchange),
+    ):
+        if seconds is not None:
+            lines.append(f"  {name}: {seconds * 1e6:.3g} us")
     reasons: dict[str, list[str]] = {}
     for name, reason in hardware.absent.items():
         reasons.setdefault(reason, []).append(name)
     return lines + [f"  not measured: {', '.join(n)}: {r}" for r, n in reasons.items()]
+
+
+def _points(curve: Curve, unit: float) -> str:
+    return ", ".join(f"{at}: {rate / unit:.4g}" for at, rate in curve)
 
 
 def collect(offload_folder: str | None = None) -> dict[str, Any]:
