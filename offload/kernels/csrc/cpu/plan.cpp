@@ -15,20 +15,21 @@ namespace {
 thread_local char last_error[256];
 
 constexpr int32_t kMostHeadDim = 512;
-constexpr int32_t kLanes =
-    16;  // of the widest vectors: what lies in scratch memory is padded to it
-// Items are short where there is little to do, so that it spreads evenly, but each has work of its
-// own that is worth about a hundred columns. Scores of an item stay in a core's own cache.
-constexpr int64_t kWantedItems = 256;
+// Of the widest vectors: what lies in scratch memory is padded to it.
+constexpr int32_t kLanes = 16;
+constexpr int32_t kUnit = 64;  // columns that are multiplied together
+// What an item takes beyond its columns is worth about forty of them, and threads end half an item
+// apart: of C columns, T threads take least time with items of sqrt(80 C / T). Sixteen threads
+// stand for any, as results must not depend on how many there are. Scores of an item stay in a
+// core's own cache.
+constexpr double kColumnsOfItems = 5;
 constexpr int32_t kLeastChunk = 64;
-constexpr int32_t kMostChunk = 1024;
-constexpr int32_t kMostScores = 8192;
+constexpr int32_t kMostChunk = 2048;
+constexpr int32_t kMostScores = 16384;
 
 int32_t clamp(int64_t value, int32_t least, int32_t most) {
     return value < least ? least : value > most ? most : int32_t(value);
 }
-
-int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 int check_shapes(const OffloadHostAttention& c) {
     if (c.batch < 0) return refuse("batch must be 0 or more, not %d", c.batch);
@@ -194,7 +195,7 @@ int plan(Job& job, int workers) {
     if (c.threads > 0 && c.threads < workers) workers = c.threads;
     job.threads = workers;
     job.group = c.heads / c.kv_heads;
-    job.padded_dim = int32_t(padded(c.head_dim));
+    job.padded_dim = int32_t(Work::padded(c.head_dim, kLanes));
     int64_t columns = 0;
     for (int32_t b = 0; b < c.batch; b++) {
         const Visible seen = visible(c, b);
@@ -203,7 +204,10 @@ int plan(Job& job, int workers) {
     columns *= c.kv_heads;
     const int32_t most = clamp(kMostScores / job.group, kLeastChunk, kMostChunk);
     job.chunk = c.chunk;
-    if (c.chunk == 0) job.chunk = int32_t(padded(clamp(columns / kWantedItems, kLeastChunk, most)));
+    if (c.chunk == 0) {
+        const int64_t chunk = int64_t(sqrt(kColumnsOfItems * double(columns)));
+        job.chunk = int32_t(Work::padded(clamp(chunk, kLeastChunk, most), kUnit));
+    }
     const int32_t row_bytes = c.head_dim * element_bytes(c.cache_dtype);
     job.bytes_read = 2 * columns * (row_bytes + (c.cache_dtype == OFFLOAD_HOST_I8 ? 4 : 0));
     job.items = 0;
@@ -262,8 +266,8 @@ bool take(Job& job, Item* item) {
     item->head = int32_t(inside / item->parts);
     item->part = int32_t(inside % item->parts);
     const int64_t first = job.begin[low], columns = job.end[low] - first;
-    // Whole tiles but for the last one; no item is longer than a chunk, which has whole tiles too.
-    const int64_t unit = job.chunk % kLanes == 0 ? kLanes : 1, units = (columns + unit - 1) / unit;
+    // Whole units but for the last one; no item is longer than a chunk, which has whole ones too.
+    const int64_t unit = job.chunk % kUnit == 0 ? kUnit : 1, units = (columns + unit - 1) / unit;
     const auto bound = [&](int64_t part) {
         const int64_t column = units * part / item->parts * unit;
         return int32_t(first + (column < columns ? column : columns));
