@@ -4,6 +4,9 @@
 
 namespace {
 
+using offload_host::Item;
+using offload_host::Job;
+
 constexpr int64_t kLine = 64;
 
 // What an item's parts take of a thread's time, in a unit of its own: a byte of keys, a byte of
@@ -12,56 +15,93 @@ struct Costs {
     int key, value, weights;
 };
 
-// The lines of items (keys, then values, then the next item's keys), `distance` bytes ahead. They
-// are asked for as time passes and not as bytes are read: memory would stand still where a thread
-// computes, and what it has to do is all that counts.
+// The lines of items, each one's in the order in which they are read, ahead of that. They are asked
+// for as time passes and not as bytes are read: memory would stand still where a thread computes,
+// and what it has to do is all that counts.
 class Ahead {
   public:
-    Ahead(const OffloadHostAttention& call)
-        : kind_(call.prefetch), distance_(call.prefetch_distance) {}
+    Ahead(const Job& job)
+        : job_(job), kind_(job.call.prefetch), distance_(job.call.prefetch_distance) {}
 
-    // An item begins, `bytes` of keys and as many values, which takes `time`. At its end the lines
-    // that are asked for lie `distance` into the next one, wherever they lie now.
-    void enter(const char* keys, const char* values, int64_t bytes, int64_t time) {
+    // An item begins, which takes `time`, of which its keys take `key_time`. Where they are read
+    // faster than memory gives them the lines that are asked for come closer, until values are
+    // read, which takes longer: at an item's end they are so far ahead that `distance` is left.
+    void enter(const Item& item, int64_t key_time, int64_t time) {
         if (kind_ == OFFLOAD_HOST_PREFETCH_NONE) return;  // a rate of zero
-        if (block_ != keys) {
-            block_ = at_ = keys;
-            left_ = bytes;
+        const bool first = !followed_;
+        if (first) {
+            list(item, lines_);
+            go(0);
+        } else {
+            for (int i = 0; i < kKinds; i++) lines_[i] = lines_[kKinds + i];
+            now_ -= kKinds;
+            if (now_ < 0) go(0);
+            followed_ = false;
         }
-        then_ = values;
-        then_bytes_ = bytes;
-        later_ = nullptr;
-        const int64_t asked = bytes - left_;
-        if (asked == 0) ask(distance_ / kLine);
-        const int64_t wanted = 2 * bytes + distance_ - (bytes - left_);
-        rate_ = wanted > 0 && time > 0 ? (wanted / kLine << kFraction) / time : 0;
+        int64_t wanted = distance_, bytes = lines_[kKeys].bytes;
+        if (time > 2 * key_time) wanted += bytes - int64_t(double(2 * bytes) * key_time / time);
+        if (first)
+            for (int64_t i = 0; i < distance_; i += kGroup * kLine) ask();
+        for (int i = 0; i < kKinds; i++)
+            if (i >= now_) wanted += i == now_ ? left_ : lines_[i].bytes;
+        rate_ = time > 0 ? (wanted << kFraction) / (kGroup * kLine * time) : 0;
     }
-    // What follows the item's values.
-    void follow(const char* keys, int64_t bytes) {
-        later_ = keys;
-        later_bytes_ = bytes;
+    // What comes after the item.
+    void follow(const Item& next) {
+        list(next, lines_ + kKinds);
+        followed_ = true;
     }
     void stop() { rate_ = 0; }
 
     inline void pass(int64_t time) {
-        credit_ += time * rate_;
-        const int64_t lines = credit_ >> kFraction;
-        credit_ &= (int64_t(1) << kFraction) - 1;
-        if (lines > 0) ask(lines);
+        credit_ += (time * rate_ + (int64_t(1) << (kFraction - 5))) >> (kFraction - 4);
+        for (; credit_ >= 16; credit_ -= 16) ask();
     }
 
   private:
-    static constexpr int kFraction = 20;
+    static constexpr int kFraction = 28;
+    static constexpr int kGroup = 4;  // lines that are asked for together
+    static constexpr int kKeys = 1, kKinds = 5;
+    struct Lines {
+        const char* at;
+        int64_t bytes;
+    };
 
-    inline void ask(int64_t lines) {
-        if (kind_ != OFFLOAD_HOST_PREFETCH_L2 || left_ < lines * kLine) return ask_slowly(lines);
-        for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_ + i * kLine, 0, 2);
-        at_ += lines * kLine;
-        left_ -= lines * kLine;
+    // Queries, keys, scales, values.
+    void list(const Item& item, Lines* lines) const {
+        const OffloadHostAttention& c = job_.call;
+        const auto at = [](const void* p) { return static_cast<const char*>(p); };
+        const int64_t columns = item.end - item.begin;
+        const int64_t bytes = columns * c.head_dim * offload_host::element_bytes(c.cache_dtype);
+        const int64_t scales = item.key_scales == nullptr || c.read_only ? 0 : 4 * columns;
+        const int64_t element = offload_host::element_bytes(c.query_dtype);
+        const int64_t queries = c.read_only ? 0 : job_.group * c.query_head_stride * element;
+        const int64_t query =
+            item.row * c.query_batch_stride + int64_t(item.head) * job_.group * c.query_head_stride;
+        lines[0] = {at(c.query) + query * element, queries};
+        lines[kKeys] = {item.keys, bytes};
+        lines[2] = {at(item.key_scales), scales};
+        lines[3] = {at(item.value_scales), scales};
+        lines[4] = {item.values, bytes};
     }
-    __attribute__((noinline)) void ask_slowly(int64_t lines) {
-        for (; lines > 0; lines--) {
-            if (left_ <= 0 && !advance()) return;
+    void go(int i) {
+        now_ = i;
+        at_ = lines_[i].at;
+        left_ = lines_[i].bytes;
+    }
+    inline void ask() {
+        if (kind_ != OFFLOAD_HOST_PREFETCH_L2 || left_ < kGroup * kLine) return ask_slowly();
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroup; i++) __builtin_prefetch(at_ + i * kLine, 0, 2);
+        at_ += kGroup * kLine;
+        left_ -= kGroup * kLine;
+    }
+    __attribute__((noinline)) void ask_slowly() {
+        for (int i = 0; i < kGroup; i++) {
+            while (left_ <= 0) {
+                if (now_ + 1 == (followed_ ? 2 * kKinds : kKinds)) return;
+                go(now_ + 1);
+            }
             switch (kind_) {
                 case OFFLOAD_HOST_PREFETCH_L1:
                     __builtin_prefetch(at_, 0, 3);
@@ -76,28 +116,15 @@ class Ahead {
             left_ -= kLine;
         }
     }
-    bool advance() {
-        if (then_ == nullptr) {
-            then_ = later_;
-            then_bytes_ = later_bytes_;
-            later_ = nullptr;
-        }
-        if (then_ == nullptr) return false;
-        block_ = at_ = then_;
-        left_ = then_bytes_;
-        then_ = nullptr;
-        return true;
-    }
 
-    int kind_;
-    int64_t distance_;
-    const char* block_ = nullptr;  // keys or values that lines are asked of
+    const Job& job_;
+    const int kind_;
+    const int64_t distance_;
+    Lines lines_[2 * kKinds] = {};  // of an item, and of the next one
+    bool followed_ = false;         // which is known
+    int now_ = 0;                   // lines of these are asked for
     const char* at_ = nullptr;
     int64_t left_ = 0;
-    const char* then_ = nullptr;
-    int64_t then_bytes_ = 0;
-    const char* later_ = nullptr;
-    int64_t later_bytes_ = 0;
     int64_t rate_ = 0;
     int64_t credit_ = 0;
 };

@@ -14,8 +14,6 @@
 
 namespace {
 
-using offload_host::Item;
-using offload_host::Job;
 using offload_host::part_floats;
 
 template <class Cache>
@@ -170,11 +168,12 @@ void merge(const Job& job, const Item& item, const Work& w, const float* parts) 
             top = other > top ? other : top;
         }
         const float zero = top == -INFINITY ? 0 : top;
-        float total = exponential_of(sink - zero);
+        float total = c.sinks == nullptr ? 0 : exponential_of(sink - zero);
         float* const sums = w.sums + int64_t(g) * w.padded_dim;
         for (int p = 0; p < item.parts; p++) {
             const float* const part = parts + p * stride;
-            const float factor = exponential_of(part[tops + g] - zero);
+            const float other = part[tops + g];
+            const float factor = other == zero ? 1 : exponential_of(other - zero);
             total += factor * part[tops + w.group + g];
             const float* const from = part + int64_t(g) * w.padded_dim;
             for (int d = 0; d < w.padded_dim; d += kLanes) {
@@ -201,12 +200,11 @@ void attend(Job& job, int worker) {
     w.weights_time = Kind::costs.weights;
 
     Kind::begin();
-    Ahead ahead(c);
+    Ahead ahead(job);
     Item item, next;
     for (bool any = take(job, &item); any; item = next) {
         const int columns = item.end - item.begin;
-        const int64_t bytes = columns * row_bytes;
-        ahead.enter(item.keys, item.values, bytes,
+        ahead.enter(item, columns * w.key_time,
                     columns * (w.key_time + w.value_time) +
                         w.group * ((columns + 15) / 16) * w.weights_time);
         float* const parts = job.partials + (item.index - item.part) * floats;
@@ -215,6 +213,9 @@ void attend(Job& job, int worker) {
         load_queries(job, item, w.queries);
         Kind::prepare(w);
         Kind::read_keys(w, reinterpret_cast<Rows>(item.keys), columns, ahead);
+        // The next item is taken as late as the lines ahead allow, so that no thread sits on one.
+        any = take(job, &next);
+        if (any) ahead.follow(next);
 #if defined(OFFLOAD_HOST_EXP2)
         if (c.query_dtype != OFFLOAD_HOST_F32 && c.softcap == 0 && c.slopes == nullptr &&
             c.scale > 0)
@@ -223,9 +224,6 @@ void attend(Job& job, int worker) {
 #endif
             weigh(job, item, w, ahead);
         Kind::begin_values(w, columns);
-        // The next item is taken as late as the lines ahead allow, so that no thread sits on one.
-        any = take(job, &next);
-        if (any) ahead.follow(next.keys, (next.end - next.begin) * row_bytes);
         Kind::read_values(w, reinterpret_cast<Rows>(item.values), columns, ahead);
         Kind::end_values(w, columns);
         if (!last_part(job, item)) continue;

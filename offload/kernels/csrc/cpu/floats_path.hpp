@@ -10,7 +10,7 @@ void read_only(Job& job, int) {
     const OffloadHostAttention& c = job.call;
     const int64_t row_bytes = int64_t(c.head_dim) * offload_host::element_bytes(c.cache_dtype);
     constexpr int64_t kStep = 8 * sizeof(Simd::W);
-    Ahead ahead(c);
+    Ahead ahead(job);
     Simd::W sums[8] = {};
     uint64_t rest = 0;
     const auto read = [&](const char* p, int64_t bytes) {
@@ -32,10 +32,10 @@ void read_only(Job& job, int) {
     Item item, next;
     for (bool any = take(job, &item); any; item = next) {
         const int64_t bytes = (item.end - item.begin) * row_bytes;
-        ahead.enter(item.keys, item.values, bytes, 2 * bytes);
+        ahead.enter(item, bytes, 2 * bytes);
         read(item.keys, bytes);
         any = take(job, &next);
-        if (any) ahead.follow(next.keys, (next.end - next.begin) * row_bytes);
+        if (any) ahead.follow(next);
         read(item.values, bytes);
     }
     for (int i = 0; i < 8; i++)

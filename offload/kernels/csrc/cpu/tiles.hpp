@@ -44,7 +44,7 @@ struct WholeTiles {  // of int8, with codes of 16 bits
     typedef I Sums;
     static constexpr int columns = 64;  // of a tile of weights
     static constexpr int together = 256;
-    static constexpr Costs costs = {5, 6, 1600};
+    static constexpr Costs costs = {10, 15, 3000};
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
         return encode(from, count, reinterpret_cast<int8_t*>(to), apart);
     }
@@ -69,7 +69,7 @@ struct HalfTiles {  // of bf16, with pieces of bf16
     typedef V Sums;
     static constexpr int columns = 16;
     static constexpr int together = 128;
-    static constexpr Costs costs = {5, 7, 1600};
+    static constexpr Costs costs = {10, 17, 2400};
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
         uint16_t* const high = reinterpret_cast<uint16_t*>(to);
         uint16_t* const low = reinterpret_cast<uint16_t*>(to + apart);
