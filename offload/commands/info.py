@@ -100,7 +100,13 @@ def rate_lines(hardware: Hardware) -> list[str]:
         lines.append(
             f"  weights in {kept}, GB/s read by products of few rows: {_points(curve, 1e9)}"
         )
+    if hardware.cpu_attention_beside:
+        points = _points(hardware.cpu_attention_beside, 1e9)
+        lines.append(f"  CPU attention beside a full stream: {points}")
+        points = _points(hardware.link_beside_attention, 1e9)
+        lines.append(f"  that stream: {points}")
     for name, seconds in (
+        ("a small kernel behind another one", hardware.kernel),
         ("launch of a kernel", hardware.launch),
         ("a call made and checked for it", hardware.call),
         ("the way to CPU cores and back", hardware.exchange),

@@ -29,7 +29,7 @@ ROTATED = 400 << 20  # bytes of weights that are multiplied with in turns: more 
 ROWS = (1, 4, 16, 32, 64)
 GROUPS = (1, 8)  # queries a KV head
 DTYPE = torch.bfloat16
-# As `run` would keep them where a layer stays, and where that layout does not serve.
+# As `run` would keep them where a layer stays: rearranged, or where that does not serve in rows.
 FORMATS = {
     "int8": (WeightFormat("int8", "panels", (1, 64)), WeightFormat.parse("int8")),
     "int4": (WeightFormat("int4", "panels", (1, 64)), WeightFormat.parse("int4")),
@@ -45,12 +45,8 @@ def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curv
     """
     found = {str(DTYPE).removeprefix("torch."): _curve(_plain, None, rows, device)}
     for name, forms in FORMATS.items():
-        for form in forms:
-            try:
-                found[name] = _curve(_quantised, form, rows, device)
-                break
-            except ValueError:  # a layout that no kernel multiplies with
-                continue
+        curves = [dict(_curve(_quantised, form, rows, device)) for form in forms]
+        found[name] = tuple((count, max(curve[count] for curve in curves)) for count in rows)
     return found
 
 
@@ -95,7 +91,7 @@ def attention(device: torch.device, groups: Sequence[int] = GROUPS) -> Curve:
 
 
 def _attention(device: torch.device, group: int) -> float:
-    batch, kv_heads, length, width = 64, 8, 1024, 128
+    batch, kv_heads, length, width = 64, 8, 2048, 128
     query = torch.ones(batch, kv_heads * group, width, dtype=DTYPE, device=device)
     caches = torch.zeros(3, 2, batch, kv_heads, length, width, dtype=DTYPE, device=device)
     workspace = Workspace(device)
@@ -139,6 +135,21 @@ def call_seconds(device: torch.device) -> float:
         times.append((time.perf_counter() - start) / CALLS)
     torch.cuda.synchronize(device)
     return min(times)
+
+
+def kernel_seconds(device: torch.device) -> float:
+    """That a small kernel takes the compute device behind another one: what stands between the
+    products of a step, in graphs.
+    """
+    rows = torch.zeros(64, 4096, dtype=DTYPE, device=device)
+    call = ResidualNorm(residual=rows, branch=rows, sum_out=rows)
+    call.launch(current_stream(device))
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call.launch(current_stream(device))
+    return statistics.median(run_seconds(graph.replay, device, ROUNDS)) / CALLS
 
 
 def exchange_seconds(device: torch.device) -> float:

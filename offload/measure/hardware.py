@@ -14,10 +14,17 @@ from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
+from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
-from offload.measure.fused import attention, call_seconds, exchange_seconds, few_rows
-from offload.measure.host import GROUPS, HostMemory, rates_beside, read_rate
-from offload.measure.link import link_rates, stream_up
+from offload.measure.fused import (
+    attention,
+    call_seconds,
+    exchange_seconds,
+    few_rows,
+    kernel_seconds,
+)
+from offload.measure.host import GROUPS, HostMemory, read_rate
+from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
 from offload.measure.stream import measure_disk, measure_link
 from offload.scheduler.hardware import Curve, Hardware
@@ -25,7 +32,8 @@ from offload.scheduler.hardware import Curve, Hardware
 DISK_BYTES = 512 << 20
 COPY_BYTES = 32 << 20  # of one copy in CPU memory
 HBM_BYTES = 2 << 30
-BESIDE_SECONDS = 1.5
+BESIDE_SECONDS = 1.0
+GROUPS_BESIDE = (1, 8)  # queries a KV head
 WIDTH = 8192  # of the square weights that products are timed with
 ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WARM_SECONDS = 3.0  # of products first, since boost clocks do not last
@@ -54,11 +62,11 @@ def measure_hardware(
                 lambda: _link(device),
             ),
             ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
-            ("own kernels", ("few_rows", "gpu_attention", "call"), lambda: _own_kernels(device)),
+            ("own kernels", _OWN, lambda: _own_kernels(device)),
             ("the way to CPU cores", ("exchange",), lambda: _exchange(device)),
             (
                 "CPU memory beside the link",
-                ("host_read_beside", "link_beside"),
+                _BESIDE,
                 lambda: _beside(device, rates),
             ),
         ]
@@ -76,17 +84,16 @@ def measure_hardware(
     return Hardware(machine=this_machine(folder, device), absent=absent, **rates)
 
 
+_BESIDE = ("host_read_beside", "link_beside", "cpu_attention_beside", "link_beside_attention")
+_OWN = ("few_rows", "gpu_attention", "kernel", "call")
 _LINK = (
+    *_OWN,
     "link_up",
     "link_down",
     "link_up_both",
     "link_down_both",
-    "host_read_beside",
-    "link_beside",
+    *_BESIDE,
     "launch",
-    "few_rows",
-    "gpu_attention",
-    "call",
     "exchange",
 )
 
@@ -113,6 +120,7 @@ def _own_kernels(device: torch.device) -> dict[str, Any]:
     return {
         "few_rows": few_rows(device),
         "gpu_attention": attention(device),
+        "kernel": kernel_seconds(device),
         "call": call_seconds(device),
     }
 
@@ -185,7 +193,4 @@ def _copies(device: torch.device) -> dict[str, Any]:
 def _beside(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     if "link_up" not in rates:
         raise RuntimeError("the link's own rate could not be measured")
-    host, link = rates_beside(
-        HostMemory().reader(), lambda: stream_up(device, rates["link_up"], BESIDE_SECONDS)
-    )
-    return {"host_read_beside": host, "link_beside": link}
+    return beside(HostMemory(), device, rates["link_up"], GROUPS_BESIDE, BESIDE_SECONDS)

@@ -15,10 +15,17 @@ from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
+from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
-from offload.measure.fused import attention, call_seconds, exchange_seconds, few_rows
-from offload.measure.host import HostMemory, rates_beside, read_rate
-from offload.measure.link import link_rates, stream_up
+from offload.measure.fused import (
+    attention,
+    call_seconds,
+    exchange_seconds,
+    few_rows,
+    kernel_seconds,
+)
+from offload.measure.host import HostMemory, read_rate
+from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
 from offload.measure.stream import measure_disk, measure_link
 from offload.memory_limits import host_memory_available
@@ -29,7 +36,7 @@ HBM_BYTES = 1 << 30
 LINK_BYTES = 32 << 20  # of one copy in CPU memory, where the CPU computes
 ROWS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (1, 16, 128)}
 WIDTH = {"cuda": 8192, "cpu": 512}
-HOST_BYTES, HOST_SECONDS, BESIDE_SECONDS = 1 << 30, 0.3, 0.8
+HOST_BYTES, HOST_SECONDS, BESIDE_SECONDS = 1 << 30, 0.3, 0.6
 GROUPS = (1, 8)  # queries a KV head
 FEW_ROWS = (1, 16, 64)
 SECONDS, LONGER = 0.1, 1.0  # of products of one number of rows
@@ -72,9 +79,11 @@ def quick_hardware(
         try:
             rates["few_rows"] = few_rows(device, FEW_ROWS)
             rates["gpu_attention"] = attention(device)
+            rates["kernel"] = kernel_seconds(device)
             rates["call"] = call_seconds(device)
         except (OffloadError, RuntimeError) as error:
-            absent |= dict.fromkeys(("few_rows", "gpu_attention", "call"), str(error))
+            own = ("few_rows", "gpu_attention", "kernel", "call")
+            absent |= {name: str(error) for name in own if name not in rates}
         torch.cuda.empty_cache()  # a plan counts on all of the memory
     else:
         rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)
@@ -88,19 +97,16 @@ def quick_hardware(
 def _host(device: torch.device, link: float) -> dict[str, Any]:
     """CPU memory, alone and beside the link."""
     memory = HostMemory(min(HOST_BYTES, host_memory_available() // 8))
-    reader = memory.reader()
-    alone = read_rate(reader, HOST_SECONDS)
+    alone = read_rate(memory.reader(), HOST_SECONDS)
     wide, int8 = (
         tuple((n, read_rate(memory.attention(n, codes), HOST_SECONDS)) for n in GROUPS)
         for codes in (False, True)
     )
-    host, beside = rates_beside(reader, lambda: stream_up(device, link, BESIDE_SECONDS))
     return {
+        **beside(memory, device, link, GROUPS, BESIDE_SECONDS),
         "host_read": alone,
         "cpu_attention": wide,
         "cpu_attention_int8": int8,
-        "host_read_beside": host,
-        "link_beside": beside,
         "exchange": exchange_seconds(device),
     }
 

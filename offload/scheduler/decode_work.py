@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from offload.scheduler.engine import CpuAttention
+from offload.scheduler.engine import KV_PIECE, CpuAttention
 from offload.scheduler.footprint import weights_of
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import ModelProfile
@@ -32,23 +32,25 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         attention += (below + rise * model.kv_bytes(precision) * length) / hbm_rate
     moved, read = weights.moved(setting)
     attended = _attention_on_cpu(model, hardware, setting, at_cpu * length) * count
-    link, cpu = beside_cpu(hardware, moved + below * count, attended)
+    link, cpu = beside_cpu(hardware, model.group, moved + below * count, attended)
     rising = link * below * count / (moved + below * count) if below else 0.0
     exchange, exchanged = _exchange(model, hardware, setting, at_cpu)
     cpu += exchange * count
 
     few = FewRows(model, hardware, precision, batch, parts)
     one = hardware.launch or 0.0
-    launch = one * engine.kernels * parts + one * engine.piece_kernels * _pieces(below)
+    launch = one * engine.kernels * parts + one * engine.piece_kernels * math.ceil(below / KV_PIECE)
     # Runs of resident layers are launched at once, as graphs, where nothing is for the host to do.
     hidden = engine.graphs and not setting.cpu_sequences
+    # With few rows the norms are a part of the products.
+    between = engine.small_kernels[few.rows <= OWN_ROWS] * parts * (hardware.kernel or 0.0)
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     stay = setting.resident / count
     for layer, size, number in weights.kinds:
         both = []
         for resident, share in ((True, stay), (False, 1 - stay)):
             products = few.of(layer, size, resident)
-            gemm = max(products.seconds, 0.0 if hidden and resident else launch)
+            gemm = max(products.seconds + between, 0.0 if hidden and resident else launch)
             if parts > 1 and engine.overlaps:
                 both.append(max(gemm + attention, cpu / count))
             else:  # both attend at once, and join before the output projection
@@ -75,11 +77,7 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
     )
 
 
-PIECE = 64 << 20  # bytes of keys and values that come up the link at once
-
-
-def _pieces(below: float) -> int:
-    return math.ceil(below / PIECE)
+OWN_ROWS = 16  # that own kernels multiply with plain weights
 
 
 def _exchange(

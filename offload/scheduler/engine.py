@@ -14,6 +14,11 @@ class CpuAttention(str, enum.Enum):
     GPU = "gpu"  # after a way up the link in every pass
 
 
+# Keys and values that come up the link for the GPU's attention do so in pieces of so many bytes at
+# most, and there is room for so many.
+KV_PIECE, KV_PIECES = 64 << 20, 2
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Counts of one layer. Widths are in tensors as wide as the residual, and as the MLP.
@@ -31,6 +36,9 @@ class Engine:
     int8_kv: bool = False  # whether those are int8 there, with a scale a token and head
     chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
     micro_batches: bool = False  # whether it takes several passes over prompts, and parts of a step
+    lockstep: bool = (
+        False  # whether a batch may be parts that share a pass, prompts and steps alike
+    )
     masks: tuple[int, int] = (0, 0)  # elements at most of all that padded prompts keep, and of one
     whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one
     stored_rows: int | None = None  # so many are multiplied with them as they are stored; None: any
@@ -38,6 +46,9 @@ class Engine:
     own_kernels: bool = False  # whether few rows are multiplied by kernels measured as `few_rows`
     graphs: bool = False  # whether runs of resident layers are launched at once in a decode step
     overlaps: bool = False  # whether one part of a step is computed while CPU cores attend another
+    # Small ones of a layer in a decode step that the compute device runs between products, of many
+    # rows and of few.
+    small_kernels: tuple[int, int] = (0, 0)
     piece_kernels: int = 0  # launches for a piece of keys and values that comes up the link
     # What the host does in Python, in calls that are made and checked: of a part of a prompt in a
     # layer, ahead of a prompt, and from a step's last layer to the next one's first.
@@ -82,6 +93,7 @@ FUSED = Engine(
     stored_streamed=False,
     own_kernels=True,
     graphs=True,
+    small_kernels=(6, 2),
     piece_kernels=14,
     prompt_calls=28,
     start_calls=120,
@@ -92,6 +104,7 @@ TRANSFORMERS = Engine(
     name="transformers",
     kernels=240,
     prompt_kernels=240,
+    lockstep=True,
     alive=(3, 2),
     moved=(40, 10),
     stored_rows=0,

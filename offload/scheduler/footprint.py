@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from offload.scheduler.engine import CpuAttention, Engine
+from offload.scheduler.engine import KV_PIECE, KV_PIECES, CpuAttention, Engine
 from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
 from offload.scheduler.plan import CHUNKS, Budget, chunk_bytes, spread
 from offload.scheduler.setting import Job, Setting
@@ -153,6 +153,12 @@ def _masks(engine: Engine, tokens: int, rows: int, prompt: int, itemsize: int) -
     return min(kept, tokens * prompt) + itemsize * min(one, rows * prompt)
 
 
+def _rising(engine: Engine, below: int, itemsize: int) -> int:
+    """Bytes for a layer's keys and values on their way up, and in int8 for a piece made whole."""
+    piece = min(below, KV_PIECE)
+    return KV_PIECES * piece + (piece * itemsize if engine.int8_kv else 0)
+
+
 def _as_they_are(nbytes: int, count: int) -> int:
     return nbytes * count
 
@@ -170,7 +176,9 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     tokens = setting.prefill_batch * job.prompt
     rows = max(min(setting.prefill_rows, tokens), -(-setting.batch // setting.decode_micro_batches))
     engine = model.engine
-    if not engine.micro_batches:
+    if engine.lockstep:
+        rows = setting.micro_batch * job.prompt
+    elif not engine.micro_batches:
         rows = max(rows, job.prompt)
     activations = itemsize * engine.alive_elements(rows, model.hidden, model.intermediate)
     # Keys and values of one micro-batch leave while those of the next are made; a prompt that is
@@ -187,8 +195,8 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         resident=resident + (setting.resident * BLOCK_STEP if model.allocator else 0),
         slots=setting.slots * held(slot, 1),
         kv_device=held(on_gpu // 2, 2 * len(model.layers)),
-        kv_slots=(setting.depth + 1) * setting.cpu_sequences * below if rises else 0,
-        hidden=tokens * model.hidden * itemsize if engine.chunks else 0,
+        kv_slots=_rising(engine, setting.cpu_sequences * below, itemsize) if rises else 0,
+        hidden=tokens * model.hidden * itemsize if engine.chunks or rows < tokens else 0,
         workspace=activations
         + (leaving if setting.cpu_sequences else 0)
         + setting.batch * model.vocabulary * (itemsize + 4)

@@ -46,8 +46,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one machine: bytes or FLOP per second; `launch`, `call` and `exchange` are seconds.
-    None was not measured, and `absent` has the reason.
+    """Rates of one machine: bytes or FLOP per second; of `kernel`, `launch`, `call` and `exchange`
+    the seconds. None was not measured, and `absent` has the reason.
     """
 
     machine: Machine
@@ -69,6 +69,10 @@ class Hardware:
     host_read: float | None = None  # CPU memory, by as many cores as attend, alone
     host_read_beside: float | None = None  # beside a full stream up the link
     link_beside: float | None = None  # that stream's rate then
+    # Attention beside a full stream, by queries a KV head, and that stream's rate.
+    cpu_attention_beside: Curve = ()
+    link_beside_attention: Curve = ()
+    kernel: float | None = None  # of a small one on the compute device, behind another one
     launch: float | None = None  # of one kernel, on the host
     call: float | None = None  # of a call that is made and checked for it in Python
     # From queries on the compute device to what CPU cores make of them there, but for attention.
@@ -81,7 +85,13 @@ class Hardware:
             for rate in _values(value):
                 if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
                     raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
-        curves = (self.gpu_attention, self.cpu_attention, self.cpu_attention_int8)
+        curves = (
+            self.gpu_attention,
+            self.cpu_attention,
+            self.cpu_attention_int8,
+            self.cpu_attention_beside,
+            self.link_beside_attention,
+        )
         for curve in (*self.matrix.values(), *self.few_rows.values(), *curves):
             points = [x for x, _ in curve]
             if points != sorted(set(points)) or any(x < 1 for x in points):
@@ -119,6 +129,18 @@ class Hardware:
         a KV head: of the next larger group that was measured.
         """
         return _of_group(self.cpu_attention_int8 if int8 else self.cpu_attention, group)
+
+    def beside(self, group: int) -> tuple[float, float]:
+        """What attention on the CPU and the stream up the link keep of their rates beside each
+        other, at most 1 each; by plain reads where attention was not measured so.
+        """
+        link, alone = self.needed("link_up"), _of_group(self.cpu_attention, group)
+        attends = _of_group(self.cpu_attention_beside, group)
+        moves = _of_group(self.link_beside_attention, group)
+        if attends is None or moves is None or alone is None:
+            alone, attends, moves = self.host_read, self.host_read_beside, self.link_beside
+        kept = attends / alone if attends and alone else 1.0
+        return min(1.0, kept), min(1.0, (moves or link) / link)
 
     def gpu_attention_rate(self, group: int) -> float:
         """The same of the compute device; its memory's where it was not measured."""
@@ -231,6 +253,9 @@ _UNITS = {
     "host_read": "B/s",
     "host_read_beside": "B/s",
     "link_beside": "B/s",
+    "cpu_attention_beside": "B/s",
+    "link_beside_attention": "B/s",
+    "kernel": "s",
     "launch": "s",
     "call": "s",
     "exchange": "s",
@@ -256,7 +281,7 @@ def _read_rate(name: str, entry: Any) -> Any:
     try:
         if name in ("matrix", "few_rows"):
             return {dtype: _read_curve(curve, scale) for dtype, curve in value.items()}
-        if "_attention" in name:
+        if "attention" in name:
             return _read_curve(value, scale)
         return float(value) * scale
     except (AttributeError, TypeError, ValueError):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from offload.scheduler.engine import CpuAttention
+from offload.scheduler.engine import CpuAttention, Engine
 from offload.scheduler.footprint import footprint
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.largest import largest
@@ -99,14 +99,20 @@ def _smallest(
             gpu_sequences=batch,
             cpu_sequences=0,
             attention=CpuAttention.NONE,
-            prefill_rows=min(LEAST_ROWS if engine.chunks else EVERY_ROW, batch * job.prompt),
+            prefill_rows=min(_least_rows(engine, job), batch * job.prompt),
             prefill_passes=batch if engine.micro_batches else 1,
-            decode_micro_batches=1,
+            decode_micro_batches=batch if engine.lockstep else 1,
         )
         yield base
         for way in cpu_attentions(model, hardware):
             there = replace(base, attention=way)
             yield _with_cpu_sequences(there, sequences(there))
+
+
+def _least_rows(engine: Engine, job: Job) -> int:
+    if engine.lockstep:
+        return job.prompt
+    return LEAST_ROWS if engine.chunks else EVERY_ROW
 
 
 def _with_cpu_sequences(setting: Setting, sequences: int) -> Setting:

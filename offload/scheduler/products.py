@@ -30,7 +30,8 @@ class FewRows:
     parts: int
 
     @property
-    def _rows(self) -> float:
+    def rows(self) -> float:
+        """Of a part."""
         return self.batch / self.parts
 
     def of(self, layer: LayerProfile, size: int, resident: bool) -> Products:
@@ -41,7 +42,7 @@ class FewRows:
         if not self.precision.quantised:
             return self._plain(read, flop)
         if not self._made_whole(resident):
-            rate = self.hardware.few_rows_rate(self.precision.name, self._rows)
+            rate = self.hardware.few_rows_rate(self.precision.name, self.rows)
             if rate is not None:
                 return Products(read / rate, read / hbm, flop / self._matrix)
             if not self.model.engine.own_kernels:
@@ -56,19 +57,19 @@ class FewRows:
     def _met(self, layer: LayerProfile) -> float:
         """The share of the weights that a part of the rows meets: few tokens meet few experts."""
         chosen = layer.active / max(1, layer.matrices + layer.others)
-        return min(1.0, chosen * self._rows)
+        return min(1.0, chosen * self.rows)
 
     @property
     def _matrix(self) -> float:
         """FLOP/s."""
-        return self.hardware.matrix_rate(self.model.dtype(self.precision), self._rows)
+        return self.hardware.matrix_rate(self.model.dtype(self.precision), self.rows)
 
     def _plain(self, read: float, flop: float) -> Products:
         """With weights of the model's own type, of which `read` bytes are read."""
         busy = Products(0.0, read / self.hardware.needed("hbm"), flop / self._matrix)
         rate = None
         if self.model.engine.own_kernels:
-            rate = self.hardware.few_rows_rate(self.model.dtype(self.precision), self._rows)
+            rate = self.hardware.few_rows_rate(self.model.dtype(self.precision), self.rows)
         seconds = max(busy.hbm, busy.matrix) if rate is None else read / rate
         return Products(seconds, busy.hbm, busy.matrix)
 
@@ -88,4 +89,4 @@ class FewRows:
         engine = self.model.engine
         if engine.stored_rows is None:
             return False
-        return self._rows > engine.stored_rows or not (resident or engine.stored_streamed)
+        return self.rows > engine.stored_rows or not (resident or engine.stored_streamed)

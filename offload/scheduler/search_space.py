@@ -16,6 +16,7 @@ from offload.scheduler.setting import Job, Setting
 ROWS = (LEAST_ROWS, 512, 1024, 2048, 4096, 8192, 16384)  # of a micro-batch while prompts are read
 MOST_SEQUENCES = 4096
 GRID = 10  # steps over the layers, to begin with
+MANY_PARTS = 8  # of a batch in lock step, to begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +57,17 @@ class Space:
         for name in weights:
             for way in ways:
                 for resident in residents:
-                    for rows, passes in self._ways_to_read():
-                        point = Point(name, way, resident, 0, rows=rows, passes=passes)
+                    for rows, passes, parts in self._ways_to_read():
+                        point = Point(name, way, resident, 0, 0, rows, passes, parts=parts)
                         yield from self._sequences(point, balance)
 
-    def _ways_to_read(self) -> tuple[tuple[int, int], ...]:
-        """Rows at once and passes that prompts are read in, to begin with."""
+    def _ways_to_read(self) -> tuple[tuple[int, int, int], ...]:
+        """Rows at once and passes that prompts are read in, and parts of a batch, to begin with."""
+        if self._engine.lockstep:
+            return ((EVERY_ROW, 1, 1), (EVERY_ROW, 1, MANY_PARTS))
         if not self._engine.chunks:
-            return ((EVERY_ROW, 1),)
-        return ((2048, 1), (LEAST_ROWS, 4 if self._engine.micro_batches else 1))
+            return ((EVERY_ROW, 1, 1),)
+        return ((2048, 1, 1), (LEAST_ROWS, 4 if self._engine.micro_batches else 1, 1))
 
     def _sequences(
         self, point: Point, balance: Callable[[Setting], Iterator[int]]
@@ -112,6 +115,9 @@ class Space:
             yield from (replace(point, rows=rows) for rows in ROWS[max(0, at - 1) : at + 2])
         if self._engine.micro_batches:
             yield from self._other_parts(point)
+        if self._engine.lockstep:
+            yield replace(point, parts=2 * point.parts)
+            yield replace(point, parts=max(1, point.parts // 2))
         yield from (replace(point, depth=depth) for depth in (1, 2) if depth != point.depth)
 
     def _other_parts(self, point: Point) -> Iterator[Point]:
@@ -127,7 +133,8 @@ class Space:
             given = self._job.batch is not None
             found = self._with_layers(point) if given else self._with_kv(point)
             if found is not None and not self._engine.chunks:
-                found = replace(found, prefill_rows=found.batch * self._job.prompt)
+                rows = found.micro_batch if self._engine.lockstep else found.batch
+                found = replace(found, prefill_rows=rows * self._job.prompt)
             self._completed[point] = found
         return self._completed[point]
 
@@ -161,16 +168,19 @@ class Space:
         setting = self._setting(point, point.resident, least)
         if setting is None or not self._holds(setting):
             return None
-        found = largest(
-            lambda n: self._need(replace(setting, gpu_sequences=n)).device,
-            self._budget.device,
-            least,
-            MOST_SEQUENCES - point.cpu_sequences,
-        )
-        passes = min(point.passes, found + point.cpu_sequences)
-        parts = min(point.parts, found + point.cpu_sequences)
-        return replace(
-            setting, gpu_sequences=found, prefill_passes=passes, decode_micro_batches=parts
+
+        def with_batch(on_gpu: int) -> Setting:
+            batch = on_gpu + point.cpu_sequences
+            return replace(
+                setting,
+                gpu_sequences=on_gpu,
+                prefill_passes=min(point.passes, batch),
+                decode_micro_batches=min(point.parts, batch),
+            )
+
+        most = MOST_SEQUENCES - point.cpu_sequences
+        return with_batch(
+            largest(lambda n: self._need(with_batch(n)).device, self._budget.device, least, most)
         )
 
     def _holds(self, setting: Setting) -> bool:
@@ -185,7 +195,6 @@ class Space:
         """
         streamed = self._count - resident
         batch = on_gpu + point.cpu_sequences
-        rises = point.attention is CpuAttention.GPU and point.cpu_sequences > 0
 
         def with_files(nvme: int) -> Setting:
             return Setting(
@@ -193,7 +202,7 @@ class Space:
                 resident=resident,
                 cpu=streamed - nvme,
                 nvme=nvme,
-                depth=point.depth if rises else min(point.depth, max(0, streamed - 1)),
+                depth=min(point.depth, max(0, streamed - 1)),
                 gpu_sequences=on_gpu,
                 cpu_sequences=point.cpu_sequences,
                 attention=point.attention if point.cpu_sequences else CpuAttention.NONE,

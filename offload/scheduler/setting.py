@@ -68,6 +68,11 @@ class Setting:
         return self.gpu_sequences + self.cpu_sequences
 
     @property
+    def micro_batch(self) -> int:
+        """Sequences that run at once in a layer while decoding; in lock step their prompts, too."""
+        return -(-self.batch // self.decode_micro_batches)
+
+    @property
     def prefill_batch(self) -> int:
         """Sequences whose prompts one pass reads."""
         return -(-self.batch // self.prefill_passes)

@@ -32,21 +32,15 @@ class Work:
         return max(self.compute, self.link + self.rising, self.disk, self.down)
 
 
-def beside_cpu(hardware: Hardware, up: float, attended: float) -> tuple[float, float]:
+def beside_cpu(hardware: Hardware, group: int, up: float, attended: float) -> tuple[float, float]:
     """Seconds of so many bytes up the link, and of attention on the CPU that takes `attended` of
-    them alone, each slowed by the other for as long as both work.
+    them alone, of `group` queries a KV head: each slowed by the other for as long as both work.
     """
-    link_rate = hardware.needed("link_up") if up else 1.0
-    if not attended:
-        return up / link_rate, 0.0
-    link_beside = hardware.link_beside or link_rate
-    slower = 1.0
-    if hardware.host_read and hardware.host_read_beside:
-        slower = min(1.0, hardware.host_read_beside / hardware.host_read)
-    return _together(
-        (up / link_rate, up / min(link_rate, link_beside)),
-        (attended, attended / slower),
-    )
+    alone = up / hardware.needed("link_up") if up else 0.0
+    if not attended or not up:
+        return alone, attended
+    attends, moves = hardware.beside(group)
+    return _together((alone, alone / moves), (attended, attended / attends))
 
 
 def both_ways(hardware: Hardware, up: float, down: float) -> tuple[float, float]:

@@ -169,6 +169,35 @@ def test_the_cpu_and_the_stream_slow_each_other_while_both_work() -> None:
     assert found.busy["link up"] == pytest.approx(attention + (link - attention * 53e9) / 55e9)
 
 
+def test_attention_that_was_measured_beside_a_stream_goes_at_that_rate() -> None:
+    how = replace(PLAIN, gpu_sequences=80, cpu_sequences=20, attention=CpuAttention.CPU)
+    measured = replace(
+        H200,
+        cpu_attention_beside=((1, 60e9), (8, 75e9)),
+        link_beside_attention=((1, 50e9), (8, 54e9)),
+    )
+    exchange = 20 * 48 * (7168 + 2 * 7168) * 2 / 55e9 * 2
+    found = decode_pass(OPT_30B, measured, JOB, how)
+    attention = 20 * LENGTH * KV / 60e9
+    assert found.busy["CPU attention"] == pytest.approx(attention + exchange)
+    rest = 40 * LAYER - attention * 50e9
+    assert found.busy["link up"] == pytest.approx(attention + rest / 55e9)
+    assert measured.beside(4) == pytest.approx((75 / 79, 54 / 55))
+    # Beside nothing it has its own rate.
+    resident = replace(how, resident=48, cpu=0, depth=0)
+    alone = decode_pass(OPT_30B, measured, JOB, resident).busy["CPU attention"]
+    assert alone == pytest.approx(20 * LENGTH * KV / 79e9 + exchange)
+
+
+def test_small_kernels_stand_between_the_products_of_many_rows() -> None:
+    model, slow = replace(OPT_30B, engine=FUSED), replace(H200, kernel=2e-6, launch=None)
+    for rows, kernels in ((64, FUSED.small_kernels[0]), (16, FUSED.small_kernels[1])):
+        how = replace(PLAIN, resident=48, cpu=0, depth=0, gpu_sequences=rows)
+        without = decode_pass(model, replace(slow, kernel=None), JOB, how).seconds
+        found = decode_pass(model, slow, JOB, how).seconds
+        assert found - without == pytest.approx(48 * kernels * 2e-6)
+
+
 def test_two_micro_batches_let_the_gpu_work_beside_the_cpu() -> None:
     slow = replace(H200, hbm=400e9)  # such that both matter
     how = replace(

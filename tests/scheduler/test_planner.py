@@ -98,8 +98,27 @@ def test_a_plan_has_nothing_that_its_engine_does_not_do(
     for found in filter(None, (planned.choice, planned.runner_up)):
         how = found.setting
         assert how.attention in {CpuAttention.NONE, *engine.cpu_kv}
-        assert how.prefill_passes == how.decode_micro_batches == 1
-        assert engine.chunks or how.prefill_rows == how.batch * job.prompt
+        assert how.prefill_passes == 1 and (engine.lockstep or how.decode_micro_batches == 1)
+        assert engine.chunks or how.prefill_rows == how.micro_batch * job.prompt
+
+
+def test_modules_run_in_micro_batches_where_memory_is_tight() -> None:
+    """The activations of all prompts at once would leave no room for keys and values."""
+    model, budget = replace(LLAMA_2_70B, engine=TRANSFORMERS), Budget(24 * GIB, 160 * GIB)
+    machine = replace(H200, launch=6e-6)
+    planned = plan_job(model, machine, budget, Job(2000, 32)).choice
+    how = planned.setting
+    assert how.decode_micro_batches > 1 and how.prefill_rows == how.micro_batch * 2000
+    whole = replace(how, decode_micro_batches=1, prefill_rows=how.batch * 2000)
+    assert not footprint(model, planned.job, whole).fits(budget)
+    # Where there is room, one batch takes the host less.
+    small = replace(OPT_13B, engine=TRANSFORMERS)
+    roomy = plan_job(small, machine, Budget(80 * GIB, 160 * GIB), Job(512, 32, 16)).choice
+    assert roomy.setting.decode_micro_batches == 1
+    # A batch that is given and does not fit at once is read in parts.
+    batch = how.batch // 2 * 2
+    given_batch = plan_job(model, machine, budget, Job(2000, 32, batch)).choice
+    assert given_batch.memory.fits(budget) and given_batch.setting.batch == batch
 
 
 def simpler(
