@@ -90,7 +90,8 @@ def _rows(
         zero = torch.full_like(scale, 1 << (bits - 1))
         if form.zero_points:
             zero = panel_zeros(stored["weight_panel_zero"][tiles])
-        return unpack_panels(stored["weight_panels"][tiles], bits), zero, scale
+        words = unpack_panels(stored["weight_panels"][tiles], bits)
+        return unpack_words(words, bits, columns), zero, scale
     if form.kind == "mxfp4":
         packed = stored["blocks" if layout == "gpt_oss" else "weight_packed"][low:high].flatten(1)
         return decode_e2m1(packed), None, decode_e8m0(stored[form.scale_name][low:high])

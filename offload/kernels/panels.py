@@ -34,7 +34,6 @@ RENAMED = {
     "qzeros": "weight_panel_zero",
 }
 _ROWS = PANEL_ROWS // 2  # a lane has one of the first half, and one of the second
-_COLUMNS = [0, 2, 1, 3]  # in a word's bytes, in int4 of two rows; its own inverse
 
 
 def panels_of(form: WeightFormat, shape: tuple[int, ...]) -> WeightFormat | None:
@@ -65,11 +64,10 @@ def in_panels(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> dict[st
 def codes_in_panels(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Of `in_panels` the codes; `Arrange` does the same at HBM's rate."""
     if form.layout == "awq":
-        codes = unpack_awq(stored["qweight"]).T.contiguous()
+        words = pack_words(unpack_awq(stored["qweight"]).T.contiguous(), form.bits)
     else:
         words = stored["weight_packed"] if form.layout == "packed" else stored["qweight"].T
-        codes = unpack_words(words, form.bits, words.shape[1] * form.per_word)
-    return pack_panels(codes, form.bits)
+    return pack_panels(words, form.bits)
 
 
 def scales_in_panels(
@@ -87,8 +85,7 @@ def scales_in_panels(
 
 def in_rows(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors, by the ends of their names, of a weight in panels as `rows_of` has it."""
-    codes = unpack_panels(stored["weight_panels"], form.bits)
-    found = {"weight_packed": pack_words(codes, form.bits)}
+    found = {"weight_packed": unpack_panels(stored["weight_panels"], form.bits)}
     found["weight_scale"] = unpair_rows(stored["weight_panel_scale"])
     if form.zero_points:
         zeros = panel_zeros(stored["weight_panel_zero"])
@@ -96,32 +93,46 @@ def in_rows(form: WeightFormat, stored: Mapping[str, torch.Tensor]) -> dict[str,
     return found
 
 
-def pack_panels(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [N, K] of `bits` (4 or 8) bits -> uint8 [N / 16, K / C, 512]."""
-    n, k = codes.shape
+def pack_panels(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of `bits` (4 or 8) bits along the columns, int32 [N, K bits / 32] -> uint8
+    [N / 16, K / C, 512].
+    """
+    # A row's words of a panel are h, t of int4 and t, j of int8.
+    tiles = words.reshape(-1, 2, _ROWS, words.shape[1] // 8, *((2, 4) if bits == 4 else (4, 2)))
     if bits == 4:
-        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 64, 2, 4, 2, 4)[..., _COLUMNS]
-        pairs = lanes.permute(0, 3, 2, 5, 4, 6, 7, 1)  # tile, chunk, g, t, h, s, byte, row of both
-        octets = pairs[..., 0] | pairs[..., 1] << 4
+        first, second = tiles.permute(1, 0, 3, 2, 5, 4)  # tile, panel, g, t, h
+        pairs = [_spread(first >> 16 * s) | _spread(second >> 16 * s) << 4 for s in range(2)]
+        lanes = torch.stack(pairs, -1)
     else:
-        lanes = codes.view(n // PANEL_ROWS, 2, _ROWS, k // 32, 4, 2, 4)[..., _COLUMNS]
-        octets = lanes.permute(0, 3, 2, 4, 5, 1, 6)  # tile, chunk, g, t, j, p, byte
-    return octets.reshape(n // PANEL_ROWS, -1, PANEL_BYTES)
+        lanes = _swap(tiles.permute(0, 3, 2, 4, 5, 1).contiguous())  # tile, panel, g, t, j, p
+    return lanes.view(torch.uint8).reshape(tiles.shape[0], -1, PANEL_BYTES)
 
 
 def unpack_panels(panels: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [N / 16, K / C, 512] -> uint8 [N, K]."""
-    tiles, chunks = panels.shape[:2]
-    if bits == 4:
-        lanes = panels.view(tiles, chunks, _ROWS, 4, 2, 2, 4)
-        both = torch.stack(
-            (lanes & 15, lanes >> 4), 1
-        )  # tile, row of both, chunk, g, t, h, s, byte
-        ordered = both.permute(0, 1, 3, 2, 5, 4, 6, 7)[..., _COLUMNS]
-    else:
-        lanes = panels.view(tiles, chunks, _ROWS, 4, 2, 2, 4)  # ..., g, t, j, p, byte
-        ordered = lanes.permute(0, 5, 2, 1, 3, 4, 6)[..., _COLUMNS]
-    return ordered.reshape(tiles * PANEL_ROWS, -1)
+    """uint8 [N / 16, K / C, 512] -> the codes along the columns, int32 [N, K bits / 32]."""
+    lanes = panels.contiguous().view(torch.int32).unflatten(-1, (_ROWS, 4, 2, 2))
+    if bits == 4:  # tile, panel, g, t, h, s
+        low, high = lanes.unbind(-1)
+        rows = [_gather(low >> 4 * p) | _gather(high >> 4 * p) << 16 for p in range(2)]
+        ordered = torch.stack(rows, 1).permute(0, 1, 3, 2, 5, 4)
+    else:  # tile, panel, g, t, j, p
+        ordered = _swap(lanes).permute(0, 5, 2, 1, 3, 4)
+    return ordered.reshape(PANEL_ROWS * panels.shape[0], -1)
+
+
+def _spread(codes: torch.Tensor) -> torch.Tensor:
+    """4 codes of 4 bits in the low half of a word -> a byte each, in the order of a panel."""
+    return (codes & 0x0F0F) | (codes & 0xF0F0) << 12
+
+
+def _gather(word: torch.Tensor) -> torch.Tensor:
+    """The same back, of the low halves of a word's bytes."""
+    return (word & 0x0F0F) | (word >> 12 & 0xF0F0)
+
+
+def _swap(word: torch.Tensor) -> torch.Tensor:
+    """4 codes of 8 bits in the order of a panel, or back: the two in the middle change places."""
+    return (word & -0xFFFF01) | (word & 0xFF00) << 8 | (word >> 8 & 0xFF00)
 
 
 def pair_rows(grid: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from test_dequantizer import random_stored
 from offload.kernels import KernelError
 from offload.kernels.arrange import Arrange
 from offload.kernels.dequantize import dequantise
+from offload.kernels.packing import pack_words
 from offload.kernels.panels import (
     RENAMED,
     codes_in_panels,
@@ -59,7 +60,7 @@ def test_where_every_code_lies(bits: int) -> None:
     torch.manual_seed(bits)
     n, columns = 32, 64 if bits == 4 else 32
     codes = torch.randint(1 << bits, (n, 3 * columns), dtype=torch.uint8)
-    panels = pack_panels(codes, bits)
+    panels = pack_panels(pack_words(codes, bits), bits)
     assert (panels.dtype, panels.shape) == (torch.uint8, (n // 16, 3, 512))
     words = panels.view(torch.int32).view(n // 16, 3, 32, 4)
     for tile in range(n // 16):
@@ -77,7 +78,7 @@ def test_where_every_code_lies(bits: int) -> None:
                             column = 8 * t + 4 * (j // 2) + (0, 2, 1, 3)[i]
                         wanted = codes[16 * tile + row, columns * chunk + column]
                         assert word >> bits * i & ((1 << bits) - 1) == wanted
-    assert torch.equal(unpack_panels(panels, bits), codes)
+    assert torch.equal(unpack_panels(panels, bits), pack_words(codes, bits))
 
 
 @given(st.data())
