@@ -108,6 +108,7 @@ def rate_lines(hardware: Hardware) -> list[str]:
     for name, seconds in (
         ("a small kernel behind another one", hardware.kernel),
         ("launch of a kernel", hardware.launch),
+        ("the same when the host has waited for CPU cores", hardware.launch_after_cores),
         ("a call made and checked for it", hardware.call),
         ("the way to CPU cores and back", hardware.exchange),
     ):

@@ -1,27 +1,24 @@
 """What the fused engine's own parts give: its products of few rows and its attention on the compute
-device, what issuing its calls takes the host, and the way to CPU cores and back.
+device, and what making and issuing its calls takes.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from offload.device import compute_device
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import current_stream
-from offload.kernels.host_attention import HostAttention
 from offload.kernels.linear import Linear
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
 from offload.measure.compute import run_seconds
-from offload.row_copies import row_copies
 from offload.scheduler.hardware import Curve
 
 WIDTH = 8192  # of the square weights
@@ -34,8 +31,7 @@ FORMATS = {
     "int8": (WeightFormat("int8", "panels", (1, 64)), WeightFormat.parse("int8")),
     "int4": (WeightFormat("int4", "panels", (1, 64)), WeightFormat.parse("int4")),
 }
-ROUNDS, CALLS, TURNS = 5, 1000, 40
-PAUSE = 3e-4  # between two layers' attention: threads sleep meanwhile
+ROUNDS, CALLS = 5, 1000
 
 
 def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curve]:
@@ -150,40 +146,3 @@ def kernel_seconds(device: torch.device) -> float:
         for _ in range(CALLS):
             call.launch(current_stream(device))
     return statistics.median(run_seconds(graph.replay, device, ROUNDS)) / CALLS
-
-
-def exchange_seconds(device: torch.device) -> float:
-    """From a query on the compute device to what CPU cores make of it back there, where there is
-    next to nothing to attend to: copies, waits and threads that wake up.
-    """
-    return statistics.median(_exchanges(device))
-
-
-def _exchanges(device: torch.device) -> Iterator[float]:
-    copies = row_copies(compute_device(device))
-    heads, width = 16, 128
-    there = torch.zeros(1, heads * width, dtype=DTYPE, device=device)
-    query, result = (copies.buffer((1, heads, width), DTYPE) for _ in range(2))
-    mapped = copies.mapped(result).view(1, heads * width)
-    cache = torch.zeros(2, 1, heads, 1, width, dtype=DTYPE)
-    attend = HostAttention(
-        query,
-        cache[0],
-        cache[1],
-        result,
-        length=torch.ones(1, dtype=torch.int32),
-        scale=1.0,
-        beside_stream=True,
-    )
-    for _ in range(TURNS):
-        until = time.perf_counter() + PAUSE
-        while time.perf_counter() < until:
-            pass
-        start = time.perf_counter()
-        there.add_(1.0)  # what made the query
-        copies.synchronize(copies.down(query.flatten(1), there))
-        attend.start()
-        attend.wait()
-        torch.mul(mapped, 1, out=there)
-        torch.cuda.synchronize(device)
-        yield time.perf_counter() - start

@@ -16,10 +16,10 @@ from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.exchange import exchange_seconds
 from offload.measure.fused import (
     attention,
     call_seconds,
-    exchange_seconds,
     few_rows,
     kernel_seconds,
 )
@@ -63,7 +63,7 @@ def measure_hardware(
             ),
             ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
             ("own kernels", _OWN, lambda: _own_kernels(device)),
-            ("the way to CPU cores", ("exchange",), lambda: _exchange(device)),
+            ("the way to CPU cores", _WAY, lambda: _exchange(device)),
             (
                 "CPU memory beside the link",
                 _BESIDE,
@@ -85,6 +85,7 @@ def measure_hardware(
 
 
 _BESIDE = ("host_read_beside", "link_beside", "cpu_attention_beside", "link_beside_attention")
+_WAY = ("launch_after_cores", "exchange")
 _OWN = ("few_rows", "gpu_attention", "kernel", "call")
 _LINK = (
     *_OWN,
@@ -94,7 +95,7 @@ _LINK = (
     "link_down_both",
     *_BESIDE,
     "launch",
-    "exchange",
+    *_WAY,
 )
 
 
@@ -129,7 +130,8 @@ def _exchange(device: torch.device) -> dict[str, Any]:
     reason = why_not_host()
     if reason is not None:
         raise RuntimeError(reason)
-    return {"exchange": exchange_seconds(device)}
+    launch, way = exchange_seconds(device)
+    return {"launch_after_cores": launch, "exchange": way}
 
 
 def _matrix(device: torch.device) -> dict[str, Curve]:

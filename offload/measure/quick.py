@@ -17,10 +17,10 @@ from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.exchange import exchange_seconds
 from offload.measure.fused import (
     attention,
     call_seconds,
-    exchange_seconds,
     few_rows,
     kernel_seconds,
 )
@@ -102,12 +102,14 @@ def _host(device: torch.device, link: float) -> dict[str, Any]:
         tuple((n, read_rate(memory.attention(n, codes), HOST_SECONDS)) for n in GROUPS)
         for codes in (False, True)
     )
+    launch, way = exchange_seconds(device)
     return {
         **beside(memory, device, link, GROUPS, BESIDE_SECONDS),
         "host_read": alone,
         "cpu_attention": wide,
         "cpu_attention_int8": int8,
-        "exchange": exchange_seconds(device),
+        "launch_after_cores": launch,
+        "exchange": way,
     }
 
 

@@ -39,7 +39,10 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
 
     few = FewRows(model, hardware, precision, batch, parts)
     one = hardware.launch or 0.0
+    if at_cpu:
+        one = hardware.launch_after_cores or one
     launch = one * engine.kernels * parts + one * engine.piece_kernels * math.ceil(below / KV_PIECE)
+    load = one * engine.load_kernels
     # Runs of resident layers are launched at once, as graphs, where nothing is for the host to do.
     hidden = engine.graphs and not setting.cpu_sequences
     # With few rows the norms are a part of the products.
@@ -50,7 +53,8 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         both = []
         for resident, share in ((True, stay), (False, 1 - stay)):
             products = few.of(layer, size, resident)
-            gemm = max(products.seconds + between, 0.0 if hidden and resident else launch)
+            issued = 0.0 if hidden and resident else launch + load * (not resident)
+            gemm = max(products.seconds + between, issued)
             if parts > 1 and engine.overlaps:
                 both.append(max(gemm + attention, cpu / count))
             else:  # both attend at once, and join before the output projection
@@ -72,7 +76,7 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         down=exchanged * count / hardware.needed("link_down") if exchanged else 0.0,
         hbm=hbm + head,
         matrix=matrix,
-        launch=launch * count * (1 - stay if hidden else 1),
+        launch=launch * count * (1 - stay if hidden else 1) + load * count * (1 - stay),
         cpu=cpu,
     )
 

@@ -31,6 +31,7 @@ class Engine:
     prompt_kernels: int  # of a part of a prompt in a layer
     alive: tuple[int, int]  # widths that a prompt's rows keep at once in the widest place
     moved: tuple[int, int]  # widths that are read and written between a prompt's products
+    load_kernels: int = 0  # what issuing a load takes in a decode step, likewise
     mlp_rows: int | None = None  # of those as wide as the MLP that are alive at once; None: all
     cpu_kv: frozenset[CpuAttention] = field(default=frozenset())  # how it may serve them
     int8_kv: bool = False  # whether those are int8 there, with a scale a token and head
@@ -93,6 +94,7 @@ FUSED = Engine(
     stored_streamed=False,
     own_kernels=True,
     graphs=True,
+    load_kernels=6,
     small_kernels=(6, 2),
     piece_kernels=14,
     prompt_calls=28,

@@ -46,8 +46,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one machine: bytes or FLOP per second; of `kernel`, `launch`, `call` and `exchange`
-    the seconds. None was not measured, and `absent` has the reason.
+    """Rates of one machine: bytes or FLOP per second; of the last ones, from `kernel` on, the
+    seconds. None was not measured, and `absent` has the reason.
     """
 
     machine: Machine
@@ -74,6 +74,7 @@ class Hardware:
     link_beside_attention: Curve = ()
     kernel: float | None = None  # of a small one on the compute device, behind another one
     launch: float | None = None  # of one kernel, on the host
+    launch_after_cores: float | None = None  # the same, when the host has waited for CPU cores
     call: float | None = None  # of a call that is made and checked for it in Python
     # From queries on the compute device to what CPU cores make of them there, but for attention.
     exchange: float | None = None
@@ -258,6 +259,7 @@ _UNITS = {
     "kernel": "s",
     "launch": "s",
     "call": "s",
+    "launch_after_cores": "s",
     "exchange": "s",
 }
 

@@ -169,6 +169,22 @@ def test_the_cpu_and_the_stream_slow_each_other_while_both_work() -> None:
     assert found.busy["link up"] == pytest.approx(attention + (link - attention * 53e9) / 55e9)
 
 
+def test_calls_that_wait_for_cpu_cores_are_issued_one_by_one() -> None:
+    """Else a run of resident layers is one launch, and the host is ahead."""
+    model = replace(OPT_30B, engine=FUSED)
+    machine = replace(H200, launch=5e-6, launch_after_cores=1e-3)
+    how = replace(PLAIN, resident=24, cpu=24, depth=1, gpu_sequences=8)
+    alone = decode_pass(model, machine, JOB, how)
+    streamed = 24 * (FUSED.kernels + FUSED.load_kernels)
+    assert alone.busy["kernel launches"] == pytest.approx(streamed * 5e-6)
+    there = replace(how, gpu_sequences=0, cpu_sequences=8, attention=CpuAttention.CPU)
+    found = decode_pass(model, machine, JOB, there)
+    issued = (streamed + 24 * FUSED.kernels) * 1e-3
+    assert found.busy["kernel launches"] == pytest.approx(issued)
+    # One after the other: the host issues nothing while it waits for attention.
+    assert found.seconds == pytest.approx(issued + found.busy["CPU attention"], rel=0.02)
+
+
 def test_attention_that_was_measured_beside_a_stream_goes_at_that_rate() -> None:
     how = replace(PLAIN, gpu_sequences=80, cpu_sequences=20, attention=CpuAttention.CPU)
     measured = replace(
