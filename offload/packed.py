@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from offload.config import OffloadConfig
 from offload.errors import UnsupportedError
 from offload.models.build import build_model
 from offload.models.quantized.methods import read_method
@@ -54,11 +55,14 @@ def pack(
     BudgetError or OSError, as one line that names weight and file, for what cannot be done.
     """
     wishes = Wishes.of(quantization)
+    if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
+        raise TypeError(f"out must be the path of a folder that is not there yet, got {out!r}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function of two numbers of bytes, got {progress!r}")
+    compute = OffloadConfig(device=device).compute
     checkpoint = open_checkpoint(resolve_model(model, revision, trust_remote_code))
     network = build_model(checkpoint, trust_remote_code=trust_remote_code)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return write_quantised(network, checkpoint, wishes, out, device=device, progress=progress)
+    return write_quantised(network, checkpoint, wishes, out, device=compute, progress=progress)
 
 
 def quantised_checkpoint(

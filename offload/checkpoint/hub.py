@@ -22,6 +22,10 @@ def resolve_model(
         raise TypeError(
             f"the model must be a checkpoint folder, a hub id or a PreTrainedModel, got {model!r}"
         )
+    if revision is not None and not isinstance(revision, str):
+        raise TypeError(f"revision must be the name of a revision or None, got {revision!r}")
+    if not isinstance(trust_remote_code, bool):  # "no" would be taken for yes
+        raise TypeError(f"trust_remote_code must be True or False, got {trust_remote_code!r}")
     name = os.fspath(model)
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):

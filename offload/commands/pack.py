@@ -37,7 +37,6 @@ def execute(args: argparse.Namespace) -> int:
     wanted = quantization(args)
     assert wanted is not None
 
-    from offload.config import OffloadConfig
     from offload.packed import pack
 
     quiet_transformers()
@@ -45,7 +44,7 @@ def execute(args: argparse.Namespace) -> int:
         args.model,
         args.out,
         wanted,
-        device=OffloadConfig(device=args.device).compute,
+        device=args.device,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
         progress=Progress(),

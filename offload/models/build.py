@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ def build_model(
     (`keep_quantised`). Raises MissingWeightError where a parameter would be left to chance,
     CheckpointError where shapes differ.
     """
+    if not isinstance(attn_implementation, (str, Mapping, type(None))):
+        raise TypeError(
+            f"attn_implementation must be a name such as 'sdpa', got {attn_implementation!r}"
+        )
     folder = checkpoint.folder
     with _blamed_on(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -84,6 +84,8 @@ def test_another_class_and_attention(variant_folder: Folder) -> None:
     for wrong in ("NoSuchModel", 3, dict):
         with pytest.raises(ValueError, match="model_class"):
             build_model(checkpoint, model_class=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="attn_implementation must be a name such as 'sdpa', got 3"):
+        build_model(checkpoint, attn_implementation=3)  # type: ignore[arg-type]
 
 
 def test_the_global_random_state_and_default_dtype_are_left_alone(variant_folder: Folder) -> None:

@@ -23,6 +23,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import offload
 from offload.errors import BudgetError, CheckpointError, UnsupportedError
 from offload.models.quantized import write
 from offload.models.quantized.wanted import Wishes
@@ -162,6 +163,27 @@ def test_wishes_that_cannot_be_met(
 def test_wishes_that_mean_nothing(asked: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         Wishes.of(asked)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"device": "tpu"}, ValueError, "device='tpu' is not a device"),
+        ({"device": "meta"}, ValueError, "device='meta': layers are streamed to 'cuda' devices"),
+        ({"out": None}, TypeError, "out must be the path of a folder that is not there yet, got N"),
+        ({"out": ""}, TypeError, "out must be the path of a folder that is not there yet, got ''"),
+        ({"progress": 3}, TypeError, "progress must be a function of two numbers of bytes, got 3"),
+        ({"revision": 3}, TypeError, "revision must be the name of a revision or None, got 3"),
+        ({"trust_remote_code": "no"}, TypeError, "must be True or False, got 'no'"),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_written(
+    source: Source, tmp_path: Path, wrong: dict[str, Any], error: type, message: str
+) -> None:
+    given = {"model": source("llama"), "out": tmp_path / "out", "quantization": "int4"}
+    with pytest.raises(error, match=message):
+        offload.pack(**(given | wrong))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_pattern_decides() -> None:
