@@ -99,7 +99,10 @@ def measure_quality(
     Raises ValueError for a text or window of fewer than two tokens.
     """
     if (quantization is None) == (against is None):
-        raise ValueError("name either the formats to quantise to, or a quantised folder")
+        raise ValueError(
+            "name either the formats to quantise to (--weights, --weights-of), or a quantised "
+            "folder (--against)"
+        )
     if window < 2:
         raise ValueError(f"a window of {window} tokens predicts none; two are the least")
     # What cannot be had is told before the plain model is read.

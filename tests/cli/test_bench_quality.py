@@ -60,7 +60,7 @@ def test_both_perplexities_and_their_difference(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name either the formats to quantise to, or a quantised folder"),
+        ([], "to quantise to (--weights, --weights-of), or a quantised folder (--against)"),
         (["--weights", "int4", "--against", "x"], "name either the formats"),
         (["--weights", "int9"], "'int9' is no format"),
         (["--weights", "int8-channel", "--tokens", 1], "the text has 1 tokens; two are the least"),

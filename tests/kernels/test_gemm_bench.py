@@ -136,6 +136,7 @@ def test_the_table_and_the_file(
         (["--op", "nonsense"], "no kernel is called 'nonsense'; there are .*gemm"),
         (["--device", "nonsense"], "--device nonsense"),
         (["--device", "meta"], "not meta"),
+        (["--out", "/no/such/file"], "--out /no/such/file: there is no folder for it"),
         (["--sweep", "--quick"], "--quick is not for --sweep"),
         (["--sweep"], "the sweep needs a CUDA device"),
         (["--sweep", "--op", "attention"], "--sweep is for one of the ops gemm and quant_gemm"),

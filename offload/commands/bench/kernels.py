@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from offload.commands.arguments import add_device, add_json
@@ -56,6 +57,8 @@ def execute(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         raise ValueError(f"--device {args.device}: {error}") from None
     run.check_device(device)
+    if args.out and not Path(args.out).absolute().parent.is_dir():  # before minutes of measuring
+        raise FileNotFoundError(f"--out {args.out}: there is no folder for it")
     ops = tuple(op.replace("-", "_") for op in args.op)
     wanted = run.Wanted(device, ops, tuple(args.shape), args.quick, args.compile)
     found: dict[str, Any]
