@@ -25,10 +25,12 @@ from offload.models.specs.spec import ModelSpec
 from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.footprint import Footprint, weights_of
 from offload.scheduler.hardware import Hardware
+from offload.scheduler.least import least_device
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
 from offload.scheduler.plan import Budget, LayerSize, Plan, Workload, chunk_bytes, fixed_plan
-from offload.scheduler.planner import Planned, plan_job
-from offload.scheduler.setting import Goal
+from offload.scheduler.planner import UNLIMITED, Planned, plan_job, refusal
+from offload.scheduler.setting import Goal, Job
+from offload.sizes import format_size
 
 QUICK = (
     "the rates that this was planned with were measured in a few seconds: `offload info --measure` "
@@ -79,10 +81,8 @@ def plan_run(
     except BudgetError as error:
         if not on_cpu:
             raise
-        raise BudgetError(
-            f"{error}. Here the CPU computes: what is called GPU memory is what it computes with, "
-            "and max_memory['cpu'] has to hold both"
-        ) from error
+        told = _refusal_on_cpu(budget, model, hardware, config.job, weights, io)
+        raise BudgetError(told) from error
     choice = planned.choice
     setting, need = choice.setting, choice.memory
     plan = fixed_plan(
@@ -168,6 +168,42 @@ def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, i
         return Budget(device=budget.device, cpu=max(0, budget.cpu - beyond))
     device = max(0, min(budget.device, budget.cpu - max(ring, counted)))
     return Budget(device=device, cpu=max(0, budget.cpu - device - beyond))
+
+
+def _refusal_on_cpu(
+    budget: Budget,
+    model: ModelProfile,
+    hardware: Hardware,
+    job: Job,
+    weights: str,
+    io: Mapping[str, int],
+) -> str:
+    """What memory lacks where the CPU computes: max_memory['cpu'] holds all of it, and
+    max_memory[0], where it is less, what the CPU computes with.
+    """
+    job = job if job.batch is not None else replace(job, batch=1)
+    has = f"{format_size(budget.cpu)} of CPU memory"
+    place: int | str = "cpu"
+    endless = Budget(UNLIMITED, UNLIMITED, shared=True)
+    room = _apart(endless, model, weights, io)
+    beside = endless.cpu - room.device  # what disk reads pass through
+    if budget.device < budget.cpu:
+        has += f", of which max_memory[0] lets it compute with {format_size(budget.device)},"
+        mine = _apart(budget, model, weights, io)
+        least = least_device(model, hardware, job, (weights,), mine.cpu)
+        if least is not None and least[0] > budget.device:
+            room, place, beside = mine, 0, 0
+    least = least_device(model, hardware, job, (weights,), room.cpu)
+    assert least is not None
+    nbytes = least[0] + beside
+    needed = f"{nbytes} bytes ({format_size(nbytes)}) as max_memory[{place!r}]"
+    return refusal(
+        model,
+        f"the CPU computes, and the {has} hold",
+        job,
+        (weights,),
+        needed,
+    )
 
 
 def _reserve(need: Footprint) -> int:

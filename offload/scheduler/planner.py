@@ -196,11 +196,16 @@ def _refusal(
         needs.append(
             f"{format_size(alone[0])} of GPU memory beside {format_size(beside[0])} of CPU memory"
         )
+    room = f"{format_size(budget.device)} of GPU memory and {format_size(budget.cpu)} of CPU memory"
+    return refusal(model, f"{room} hold", job, weights, ", or ".join(needs))
+
+
+def refusal(model: ModelProfile, room: str, job: Job, weights: Sequence[str], needed: str) -> str:
+    """Why there is no plan: the `room` that there is holds none, and what is `needed` at least."""
     sequences = job.batch or 1
     return (
-        f"{model.name}: {format_size(budget.device)} of GPU memory and {format_size(budget.cpu)} "
-        f"of CPU memory hold no plan for {sequences} sequence{'s' if sequences > 1 else ''} of "
+        f"{model.name}: {room} no plan for {sequences} sequence{'s' if sequences > 1 else ''} of "
         f"{job.prompt} + {job.gen} tokens in {', '.join(weights)}; the least that would do is "
-        f"{', or '.join(needs)}. Raise max_memory, lower the batch or the lengths, or take "
+        f"{needed}. Raise max_memory, lower the batch or the lengths, or take "
         "smaller weights (int4)"
     )

@@ -117,18 +117,21 @@ def test_sequences_go_to_cpu_memory_where_that_gives_more(
         assert model.offload.planned.choice.setting.cpu_sequences == 0
 
 
+@pytest.mark.parametrize("place", [0, "cpu"])
 def test_a_budget_that_cannot_hold_it_says_the_least(
-    variant_folder: Callable[[str], Path], hardware: Hardware
+    variant_folder: Callable[[str], Path], hardware: Hardware, place: int | str
 ) -> None:
+    """Where the CPU computes max_memory['cpu'] holds all, and may be all that is named."""
+
     def attempt(nbytes: int) -> Any:
-        limits = {0: nbytes, "cpu": "1GiB"}
+        limits = {"cpu": "1GiB", place: nbytes}
         return run(variant_folder("llama"), goal="latency", engine="fused", max_memory=limits)
 
     with pytest.raises(BudgetError, match="the least that would do is") as told:
         attempt(4096)
-    match = re.search(r"(\d+) bytes \([^)]*\) of GPU memory", str(told.value))
+    match = re.search(rf"(\d+) bytes \([^)]*\) as max_memory\[{place!r}\]", str(told.value))
     assert match is not None, told.value
-    assert str(told.value).endswith("and max_memory['cpu'] has to hold both")
+    assert "GPU memory" not in str(told.value)
     with attempt(int(match[1])) as model:
         greedy(model, 1)
     with pytest.raises(BudgetError):
