@@ -286,6 +286,18 @@ def test_large_scores(path: str) -> None:
     check({**a, "scale": 30.0, "softcap": 2.0}, path=path)
 
 
+def check_few_columns(path: str, made: HostPool) -> None:
+    """Scores far from zero in fewer columns than are multiplied together: what stands for the rest
+    is no score."""
+    for cache_dtype in (torch.bfloat16, torch.int8):
+        a = make(lengths=[1, 2, 3, 15] * 4, group=8, cache_dtype=cache_dtype, scale=60.0)
+        check(a, path=path, pool=made)
+
+
+def test_few_columns(path: str) -> None:
+    check_few_columns(path, pool())
+
+
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 def test_not_a_number_stays_one(path: str, cache_dtype: torch.dtype) -> None:
     """Only in what reads it."""
@@ -607,6 +619,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert host_library().paths()[-1] == "amx"
         with HostPool(CPUS[:1]) as emulated:
             check_all("amx", emulated)
+            check_few_columns("amx", emulated)
             for lengths in ([16, 63, 64, 65, 127, 128], [129, 255, 256, 257, 300]):
                 for cache in (torch.bfloat16, torch.int8):
                     a = make(lengths=lengths, group=4, cache_dtype=cache, starts=[3] * len(lengths))

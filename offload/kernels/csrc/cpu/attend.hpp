@@ -57,7 +57,7 @@ void store_output(const Job& job, const Item& item, int query, const float* sums
 
 // Products of the query become weights of the values, tops and totals; code_scales become the
 // largest weights where values have scales.
-void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
+void weigh(const Job& job, const Item& item, const Work& w, const float* key_scales, Ahead& ahead) {
     const OffloadHostAttention& c = job.call;
     const int columns = item.end - item.begin;
     const int64_t padded = (int64_t(columns) + kLanes - 1) / kLanes * kLanes;
@@ -72,9 +72,9 @@ void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
         for (int64_t t = 0; t < padded; t += kLanes) {
             V score = Simd::load(scores + t) * scale;
             const int some = t + kLanes <= columns ? kLanes : int(columns - t);
-            if (item.key_scales != nullptr)
-                score *= some == kLanes ? Simd::load(item.key_scales + t)
-                                        : load_some<F32>(item.key_scales + t, some);
+            if (key_scales != nullptr)
+                score *= some == kLanes ? Simd::load(key_scales + t)
+                                        : load_some<F32>(key_scales + t, some);
             if (c.softcap > 0) score = tangent(score / c.softcap) * c.softcap;
             // Less what the last column would add: far out, float32 has no digits for both.
             if (slope != 0) score += slope * (lane + (float(t) - last));
@@ -106,8 +106,29 @@ void weigh(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
 }
 
 #if defined(OFFLOAD_HOST_EXP2)
+// The largest score of a query, lane by lane; scores of keys with scales are multiplied with them.
+inline V largest_score(const Work& w, int g, int columns) {
+    float* const scores = w.scores + g * w.padded_columns;
+    V lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = float(i);
+    V top = all(-INFINITY);
+    for (int t = 0; t < columns; t += kLanes) {
+        V score = Simd::load(scores + t);
+        const int some = columns - t < kLanes ? columns - t : kLanes;
+        if (w.key_scales != nullptr) {
+            score *= some == kLanes ? Simd::load(w.key_scales + t)
+                                    : load_some<F32>(w.key_scales + t, some);
+            store(scores + t, score);
+        }
+        if (some < kLanes) score = lane < float(some) ? score : all(-INFINITY);
+        top = score > top ? score : top;
+    }
+    return top;
+}
+
 // The same where nothing but a scale stands between products and scores, and queries have sixteen
 // bits: weights to 2^-22 of them.
+template <class Kind>
 void weigh_plainly(const Job& job, const Item& item, const Work& w, Ahead& ahead) {
     const int columns = item.end - item.begin;
     V lane;
@@ -119,24 +140,18 @@ void weigh_plainly(const Job& job, const Item& item, const Work& w, Ahead& ahead
     for (int g = 0; g < w.group; g++) {
         float* const scores = w.scores + g * w.padded_columns;
         const float scale = job.call.scale * w.code_scales[g], to_exponent = scale * 1.44269504f;
-        V top = all(-INFINITY);
-        for (int t = 0; t < columns; t += kLanes) {
-            V score = Simd::load(scores + t);
-            if (item.key_scales != nullptr) {
-                score *= scale_of(item.key_scales, t);
-                store(scores + t, score);
-            }
-            ahead.pass(w.weights_time / 2);
-            if (t + kLanes > columns) score = lane < float(columns - t) ? score : all(-INFINITY);
-            top = score > top ? score : top;
-        }
+        V top;
+        if constexpr (Kind::finds_largest)
+            top = Simd::load(w.largest + g * kLanes);
+        else
+            top = largest_score(w, g, columns);
         float most = -INFINITY;
         for (int i = 0; i < kLanes; i++) most = top[i] > most ? top[i] : most;
         const float zero = most == -INFINITY ? 0 : most * to_exponent;
         V total = {};
         I largest = {};
         for (int t = 0; t < columns; t += kLanes) {
-            ahead.pass(w.weights_time / 2);
+            ahead.pass(w.weights_time);
             V weight = Simd::exp2_of(Simd::load(scores + t) * to_exponent - zero);
             if (t + kLanes > columns) weight = lane < float(columns - t) ? weight : V{};
             total += weight;
@@ -209,6 +224,7 @@ void attend(Job& job, int worker) {
                         w.group * ((columns + 15) / 16) * w.weights_time);
         float* const parts = job.partials + (item.index - item.part) * floats;
         w.sums = item.parts == 1 ? own_sums : parts + item.part * floats;
+        w.key_scales = item.key_scales;
         append(job, item);
         load_queries(job, item, w.queries);
         Kind::prepare(w);
@@ -219,10 +235,10 @@ void attend(Job& job, int worker) {
 #if defined(OFFLOAD_HOST_EXP2)
         if (c.query_dtype != OFFLOAD_HOST_F32 && c.softcap == 0 && c.slopes == nullptr &&
             c.scale > 0)
-            weigh_plainly(job, item, w, ahead);
+            weigh_plainly<Kind>(job, item, w, ahead);
         else
 #endif
-            weigh(job, item, w, ahead);
+            weigh(job, item, w, Kind::finds_largest ? nullptr : w.key_scales, ahead);
         Kind::begin_values(w, columns);
         Kind::read_values(w, reinterpret_cast<Rows>(item.values), columns, ahead);
         Kind::end_values(w, columns);

@@ -202,6 +202,7 @@ template <class Cache>
 struct Floats {
     typedef typename Cache::T T;
     static constexpr Costs costs = {4, 5, 1200};
+    static constexpr bool finds_largest = false;
 
     static int turns(const Work& w) { return w.group; }  // that the costs are for one of
 

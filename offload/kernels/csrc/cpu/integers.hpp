@@ -68,6 +68,7 @@ OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, i
 struct Integers {
     typedef int8_t T;
     static constexpr Costs costs = {5, 4, 1800};
+    static constexpr bool finds_largest = false;
 
     static int turns(const Work& w) { return w.group; }
 

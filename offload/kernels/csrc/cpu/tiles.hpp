@@ -44,7 +44,7 @@ struct WholeTiles {  // of int8, with codes of 16 bits
     typedef I Sums;
     static constexpr int columns = 64;  // of a tile of weights
     static constexpr int together = 256;
-    static constexpr Costs costs = {10, 15, 3000};
+    static constexpr Costs costs = {10, 15, 2600};
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
         return encode(from, count, reinterpret_cast<int8_t*>(to), apart);
     }
@@ -69,7 +69,7 @@ struct HalfTiles {  // of bf16, with pieces of bf16
     typedef V Sums;
     static constexpr int columns = 16;
     static constexpr int together = 128;
-    static constexpr Costs costs = {10, 17, 2400};
+    static constexpr Costs costs = {10, 17, 2000};
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
         uint16_t* const high = reinterpret_cast<uint16_t*>(to);
         uint16_t* const low = reinterpret_cast<uint16_t*>(to + apart);
@@ -101,6 +101,7 @@ struct Tiles {
     static constexpr int kRowsOfOne = 4 / kBytes;     // of the cache, in a tile's row
     static constexpr int kTogether = Form::together;  // columns whose tiles are there at once
     static constexpr Costs costs = Form::costs;
+    static constexpr bool finds_largest = true;  // of scores that have their keys' scales
 
     static int turns(const Work& w) { return blocks(w); }
 
@@ -137,6 +138,7 @@ struct Tiles {
     static void read_keys(const Work& w, const T* keys, int columns, Ahead& ahead) {
         const char* const rows = reinterpret_cast<const char*>(keys);
         const int64_t row_bytes = int64_t(w.dim) * kBytes;
+        for (int g = 0; g < w.group; g++) store(w.largest + g * kLanes, all(-INFINITY));
         int t = 0;
         for (; t + 64 <= columns; t += 64) keys_of<4>(w, rows + t * row_bytes, row_bytes, t, ahead);
         for (; t + 16 <= columns; t += 16) keys_of<1>(w, rows + t * row_bytes, row_bytes, t, ahead);
@@ -150,7 +152,7 @@ struct Tiles {
         __builtin_memset(some + columns * row_bytes, 0, size_t((16 - columns) * row_bytes));
         Ahead none = ahead;
         none.stop();
-        keys_of<1>(w, some, row_bytes, 0, none);
+        keys_of<1>(w, some, row_bytes, 0, none, columns);
     }
 
     static void begin_values(const Work& w, int columns) {
@@ -189,10 +191,10 @@ struct Tiles {
     }
 
   private:
-    // Scores of 16 N keys.
+    // Scores of 16 N keys, or of `count` that there are.
     template <int N>
     OFFLOAD_APART static void keys_of(const Work& w, const char* rows, int64_t row_bytes, int t,
-                                      Ahead& ahead) {
+                                      Ahead& ahead, int count = 16 * N) {
         const int64_t next = 16 * row_bytes;  // tile
         for (int b = 0; b < blocks(w); b++) {
             const char* queries = reinterpret_cast<char*>(w.codes) + b * 16 * row_bytes;
@@ -241,12 +243,12 @@ struct Tiles {
                 _tile_stored(3, w.tiles + 3 * kTileBytes, kTileRow);
             }
             for (int i = 0; i < N; i++)
-                put_scores(w, w.tiles + i * kTileBytes, b * kBlock, t + 16 * i);
+                put_scores(w, w.tiles + i * kTileBytes, b * kBlock, t + 16 * i, count);
         }
     }
 
     // A row a key, eight high sums and eight low ones, becomes a row a query.
-    static void put_scores(const Work& w, const char* tile, int g, int t) {
+    static void put_scores(const Work& w, const char* tile, int g, int t, int keys) {
         const float* const sums = reinterpret_cast<const float*>(tile);
         V rows[kBlock];
 #pragma GCC unroll 8
@@ -259,9 +261,21 @@ struct Tiles {
         Simd::transpose_halves(rows);
         const int count = w.group - g < kBlock ? w.group - g : kBlock;
         float* const scores = w.scores + g * w.padded_columns + t;
+        float* const largest = w.largest + g * kLanes;
+        V scales = {}, lane;
+        if constexpr (kBytes == 1)
+            scales = keys < kLanes ? load_some<F32>(w.key_scales + t, keys)
+                                   : Simd::load(w.key_scales + t);
+        for (int i = 0; i < kLanes; i++) lane[i] = float(i);
 #pragma GCC unroll 8
-        for (int i = 0; i < kBlock; i++)
-            if (i < count) store(scores + i * w.padded_columns, rows[i]);
+        for (int i = 0; i < kBlock; i++) {
+            if (i >= count) break;
+            if constexpr (kBytes == 1) rows[i] *= scales;
+            store(scores + i * w.padded_columns, rows[i]);
+            if (keys < kLanes) rows[i] = lane < float(keys) ? rows[i] : all(-INFINITY);
+            const V top = Simd::load(largest + i * kLanes);
+            store(largest + i * kLanes, rows[i] > top ? rows[i] : top);
+        }
     }
 
     // Of `count` columns from t on, the weights of block b's queries as tiles, two for sixteen.

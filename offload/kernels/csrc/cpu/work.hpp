@@ -16,12 +16,15 @@ struct Work {
     int64_t padded_columns;
     int64_t key_time, value_time, weights_time;  // of a row, of sixteen scores (see Costs)
 
+    const float* key_scales;  // of the item's columns; null unless int8
+
     float* queries;      // [group, padded_dim]
     float* code_scales;  // [group]: what the products give, times this, is a score (then: a sum);
                          // between them, the largest weight
     uint16_t* codes;     // the queries as the products want them: [blocks, kBlockRows, wide_dim]
     float* sums;         // [group, padded_dim], tops [group], totals [group]: a part
     float* scores;       // [group, padded_columns], then the weights of the values
+    float* largest;      // [group, 16]: of the scores, lane by lane, where read_keys finds them
     uint16_t* weights;   // these as the products want them: [blocks, kBlockRows, padded_columns]
     float* raw;          // sums as the products leave them: [blocks, kBlockRows, wide_dim]
     char* tiles;         // [16, kTileBytes]
@@ -49,6 +52,7 @@ struct Work {
         codes = reinterpret_cast<uint16_t*>(take(rows * wide_dim));
         sums = take(matrix + 2 * group);
         scores = take(group * padded_columns);
+        largest = take(group * 16);
         weights = reinterpret_cast<uint16_t*>(take(rows * padded_columns));
         raw = take(2 * rows * wide_dim);
         tiles = reinterpret_cast<char*>(take(16 * kTileBytes / 4));
