@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from offload.scheduler.engine import FUSED, TRANSFORMERS
+from offload.scheduler.footprint import leaving_bytes, working_bytes
+
 # Rows of the fused MLP at once: its wide activations are the largest of a pass, and more rows than
 # these make no product faster.
 MLP_ROWS = 8192
@@ -75,27 +78,24 @@ class ModelShape:
         """Bytes to keep free for `batch` sequences of `length` tokens: KV cache, activations of one
         layer, logits.
 
-        A prompt of the whole length is assumed. The activations counted are those that are alive at
-        once in the widest place of a block: residual, normed input and the two wide tensors of the
-        MLP; queries, keys and values are narrower. Attention is taken to be fused (no score
-        matrix). Logits are those of one token a sequence, in fp32 too. The `fused` engine keeps
-        what is as wide as the residual (queries, keys and values and what attention makes of them
-        too) beside an MLP of a part of the rows; with `prefill_rows` it does so for that many
-        tokens at once, or one sequence, beside the residual of all. Keys and values of `kv_on_cpu`
-        sequences are not there, but for those of two such parts on their way.
+        A prompt of the whole length is assumed. With `prefill_rows` the `fused` engine has so many
+        tokens at once in a layer, or one sequence. Keys and values of `kv_on_cpu` sequences are not
+        there, but for those of two such parts on their way.
         """
         tokens = batch * length
-        kv = self.layers * self.kv_width * (batch - kv_on_cpu) * length * itemsize
-        activations = tokens * (3 * self.hidden + 2 * self.intermediate) * itemsize
-        if fused:
-            rows = tokens if prefill_rows is None else min(tokens, max(prefill_rows, length))
-            wide = 3 * self.intermediate * min(rows, MLP_ROWS)
-            wide += 2 * self.kv_width * min(rows, kv_on_cpu * length)
-            # Embeddings and positions stand beside their sum before there is a block.
-            beside = max(7 * self.hidden * rows + wide, 2 * self.hidden * tokens)
-            activations = (self.hidden * tokens + beside) * itemsize
-        logits = batch * self.vocabulary * (itemsize + 4)
-        return kv + activations + logits
+        few = fused and prefill_rows is not None
+        rows = min(tokens, max(prefill_rows or 0, length)) if few else tokens
+        engine = FUSED if fused else TRANSFORMERS
+        kv = self.kv_width * itemsize
+        return (
+            self.layers * kv * (batch - kv_on_cpu) * length
+            + sum(
+                working_bytes(
+                    engine, self, tokens=tokens, rows=rows, batch=batch, itemsize=itemsize
+                )
+            )
+            + leaving_bytes(min(rows, kv_on_cpu * length), kv)
+        )
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Protocol
 
 from offload.scheduler.engine import KV_PIECE, KV_PIECES, CpuAttention, Engine
 from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
@@ -145,6 +146,37 @@ def held_by_torch(nbytes: int, count: int) -> int:
     return -(-count // (whole // each)) * whole if each else 0
 
 
+class Widths(Protocol):
+    """Elements of one token in one layer."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def vocabulary(self) -> int: ...
+
+
+def working_bytes(
+    engine: Engine, model: Widths, *, tokens: int, rows: int, batch: int, itemsize: int
+) -> tuple[int, int]:
+    """Of a pass over `tokens` of `batch` sequences: residuals of all of them, and what stands
+    beside those: activations of the engine's widest place, of `rows` at once, and logits of one
+    token a sequence, in fp32 too. Attention is taken to be fused (no score matrix).
+    """
+    residuals = tokens * model.hidden * itemsize if engine.chunks or rows < tokens else 0
+    activations = itemsize * engine.alive_elements(rows, model.hidden, model.intermediate)
+    return residuals, activations + batch * model.vocabulary * (itemsize + 4)
+
+
+def leaving_bytes(rows: int, on_cpu: int, wide: int = 0) -> int:
+    """Keys and values of so many rows that go to CPU memory, `on_cpu` bytes a row: those of one
+    part of the prompts leave while those of the next are made. In int8 codes leave, and what they
+    are made of (`wide`) is free again at once.
+    """
+    return rows * (wide + 2 * on_cpu)
+
+
 def _masks(engine: Engine, tokens: int, rows: int, prompt: int, itemsize: int) -> int:
     """Bytes for prompts of several lengths: a byte an element is kept for the layers that follow,
     and of the mask in use there is what is added to scores, too.
@@ -164,11 +196,7 @@ def _as_they_are(nbytes: int, count: int) -> int:
 
 
 def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
-    """What `setting` takes.
-
-    Activations are those of the engine's widest place, of one micro-batch where it has such, beside
-    the residuals of all prompts of the pass; logits stand in fp32 too.
-    """
+    """What `setting` takes."""
     weights = weights_of(model, setting.precision)
     itemsize = model.itemsize(setting.precision)
     resident, cpu_layers, slot = weights.standing(setting.resident, setting.cpu)
@@ -180,12 +208,12 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         rows = setting.micro_batch * job.prompt
     elif not engine.micro_batches:
         rows = max(rows, job.prompt)
-    activations = itemsize * engine.alive_elements(rows, model.hidden, model.intermediate)
-    # Keys and values of one micro-batch leave while those of the next are made; a prompt that is
-    # read in parts keeps all of them until its last part has met them.
-    # In int8 only codes leave, and what they are made of is free again at once.
+    residuals, working = working_bytes(
+        engine, model, tokens=tokens, rows=rows, batch=setting.batch, itemsize=itemsize
+    )
     on_cpu, wide = (f(setting.precision) for f in (model.kv_cpu_bytes, model.kv_bytes))
-    leaving = max(rows, job.prompt) * ((wide if engine.int8_kv else 0) + 2 * on_cpu)
+    # A prompt that is read in parts keeps all of its own until its last part has met them.
+    leaving = leaving_bytes(max(rows, job.prompt), on_cpu, wide if engine.int8_kv else 0)
     below = on_cpu * job.length
     rises = setting.attention is CpuAttention.GPU and setting.cpu_sequences
     on_gpu = setting.gpu_sequences * kv_layer
@@ -196,10 +224,9 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         slots=setting.slots * held(slot, 1),
         kv_device=held(on_gpu // 2, 2 * len(model.layers)),
         kv_slots=_rising(engine, setting.cpu_sequences * below, itemsize) if rises else 0,
-        hidden=tokens * model.hidden * itemsize if engine.chunks or rows < tokens else 0,
-        workspace=activations
+        hidden=residuals,
+        workspace=working
         + (leaving if setting.cpu_sequences else 0)
-        + setting.batch * model.vocabulary * (itemsize + 4)
         + weights.buffer
         + (_masks(engine, tokens, rows, job.prompt, itemsize) if model.allocator else 0),
         cpu_layers=cpu_layers,

@@ -80,4 +80,4 @@ def test_reserve_of_the_fused_engine() -> None:
     stages = 2 * 64 * 20 * 2
     assert some == 3 * 64 * 20 * 2 + hidden + 20 * (7 * 32 * 2 + wide) + stages + logits
     least = shape.reserve_bytes(8, 10, 2, fused=True, kv_on_cpu=8, prefill_rows=1)  # a sequence
-    assert least == hidden + max(10 * (7 * 32 * 2 + wide + 2 * 64 * 2), 2 * hidden) + logits
+    assert least == hidden + 10 * (7 * 32 * 2 + wide + 2 * 64 * 2) + logits
