@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.kernels import reference, structs
+from offload.kernels.cache_checks import check_caches
 from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
 from offload.kernels.workspace import Workspace
 
@@ -80,7 +81,14 @@ class DecodeAttention(Call):
         if head_dim > MOST_HEAD_DIM:
             raise ValueError(f"{OP}: head_dim must be at most {MOST_HEAD_DIM}, not {head_dim}")
         check(OP, "query", query, (batch, heads, head_dim), query, contiguous=False)
-        _check_caches(key_cache, value_cache, query)
+        check_caches(OP, key_cache, value_cache, query, batch=batch, head_dim=head_dim)
+        kv_heads, capacity = key_cache.shape[1:3]
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"{OP}: {heads} query heads must be a multiple of {kv_heads} KV heads")
+        if capacity < 1:
+            raise ValueError(
+                f"{OP}: key_cache has no columns; its shape is {list(key_cache.shape)}"
+            )
         check(OP, "out", out, (batch, heads, head_dim), query)
         check(OP, "length", length, (batch,), query, dtype=torch.int32)
         if start is not None:
@@ -88,7 +96,6 @@ class DecodeAttention(Call):
         for name, values in (("slopes", slopes), ("sinks", sinks)):
             if values is not None:
                 check(OP, name, values, (heads,), query, dtype=torch.float32)
-        kv_heads, capacity = key_cache.shape[1:3]
         max_length = capacity if max_length is None else max_length
         if not 1 <= max_length <= capacity:
             raise ValueError(
@@ -168,30 +175,3 @@ class DecodeAttention(Call):
             window=a.window,
         )
         self._out.copy_(result)
-
-
-def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, query: torch.Tensor) -> None:
-    batch, heads, head_dim = query.shape
-    if not isinstance(key_cache, torch.Tensor) or key_cache.dim() != 4:
-        what = list(key_cache.shape) if isinstance(key_cache, torch.Tensor) else key_cache
-        raise ValueError(
-            f"{OP}: key_cache must be a tensor [batch, kv_heads, capacity, head_dim], not {what}"
-        )
-    kv_heads, capacity = key_cache.shape[1:3]
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{OP}: {heads} query heads must be a multiple of {kv_heads} KV heads")
-    if capacity < 1:
-        raise ValueError(f"{OP}: key_cache has no columns; its shape is {list(key_cache.shape)}")
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check(OP, name, cache, (batch, kv_heads, capacity, head_dim), query, contiguous=False)
-        if capacity > 1 and cache.stride(2) != head_dim:
-            raise ValueError(
-                f"{OP}: the columns of {name} must lie next to each other ({head_dim} elements); "
-                f"its strides are {list(cache.stride())}"
-            )
-    for dimension in (0, 1):
-        if stride_of(key_cache, dimension) != stride_of(value_cache, dimension):
-            raise ValueError(
-                f"{OP}: key_cache and value_cache must have equal strides, not "
-                f"{list(key_cache.stride())} and {list(value_cache.stride())}"
-            )

@@ -8,6 +8,7 @@ import torch
 
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
+from offload.kernels.cache_checks import check_caches
 from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
 from offload.kernels.norm import Norm, norm_struct
 from offload.kernels.qkv import QkvLayout
@@ -66,7 +67,12 @@ class RotaryAppend(Call):
         query_shape = (batch, tokens, layout.heads, head_dim)
         check(OP, "query", query, query_shape, qkv, contiguous=False)
         _check_no_overlap("query", query)
-        _check_caches(key_cache, value_cache, batch, layout, qkv)
+        check_caches(
+            OP, key_cache, value_cache, qkv,
+            batch=batch, head_dim=head_dim, kv_heads=layout.kv_heads,
+        )  # fmt: skip
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            _check_no_overlap(name, cache)
         if not isinstance(column, torch.Tensor) or tuple(column.shape) != (1,):
             check(OP, "column", column, (batch,), qkv, dtype=torch.int32)
         else:
@@ -143,35 +149,6 @@ def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
                     f"strides are {list(tensor.stride())}"
                 )
             reach += stride * (size - 1)
-
-
-def _check_caches(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: int,
-    layout: QkvLayout,
-    qkv: torch.Tensor,
-) -> None:
-    if not isinstance(key_cache, torch.Tensor) or key_cache.dim() != 4:
-        what = list(key_cache.shape) if isinstance(key_cache, torch.Tensor) else key_cache
-        raise ValueError(
-            f"{OP}: key_cache must be a tensor [batch, kv_heads, capacity, head_dim], not {what}"
-        )
-    shape = (batch, layout.kv_heads, key_cache.shape[2], layout.head_dim)
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check(OP, name, cache, shape, qkv, contiguous=False)
-        if cache.shape[2] > 1 and cache.stride(2) != layout.head_dim:
-            raise ValueError(
-                f"{OP}: the columns of {name} must lie next to each other ({layout.head_dim} "
-                f"elements); its strides are {list(cache.stride())}"
-            )
-        _check_no_overlap(name, cache)
-    for dimension in (0, 1):
-        if stride_of(key_cache, dimension) != stride_of(value_cache, dimension):
-            raise ValueError(
-                f"{OP}: key_cache and value_cache must have equal strides, not "
-                f"{list(key_cache.stride())} and {list(value_cache.stride())}"
-            )
 
 
 def _check_rotary(

@@ -653,7 +653,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"key_cache": CACHE[:, :, :0], "value_cache": CACHE[:, :, :0]},
         "key_cache has no columns",
     ),
-    "groups": ({"key_cache": torch.zeros(2, 3, 6, 8)}, "4 query heads .* multiple of 3 KV heads"),
+    "groups": (
+        dict.fromkeys(("key_cache", "value_cache"), torch.zeros(2, 3, 6, 8)),
+        "4 query heads .* multiple of 3 KV heads",
+    ),
     "out": ({"out": torch.zeros(2, 8, 4).mT}, "out must be contiguous"),
     "out shape": ({"out": torch.zeros(2, 4, 9)}, r"out must have shape \[2, 4, 8\]"),
     "length dtype": ({"length": torch.zeros(2, dtype=torch.int64)}, "length must be torch.int32"),
