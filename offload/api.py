@@ -63,6 +63,7 @@ def run(
     gen_len: int | None = None,
     kv_on_cpu: int = 0,
     kv_dtype: str = "auto",
+    kv_attention: str = "auto",
     model_class: type | str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -113,13 +114,20 @@ def run(
             `offload info --measure` keeps; without them they are measured in a few seconds, less
             well, and the report says so.
         kv_on_cpu: of batch_size sequences, so many keep keys and values in CPU memory, and CPU
-            cores attend to them while weights are streamed: more sequences a pass over the weights.
+            cores attend to them (see kv_attention) while weights are streamed: more sequences a
+            pass over the weights.
             A batch's first batch_size - kv_on_cpu ones keep theirs on the compute device. Takes the
             fused engine (UnsupportedError where that is not to be had).
         kv_dtype: "int8" keeps the keys and values that are in CPU memory as int8, with a float32
             scale a token and head: half the memory, and half the bytes that attention reads and the
             link carries down. Each number is off by half a scale at most, 1/254 of the largest
             beside it. With a goal, plans count on it. Default ("auto"): the model's dtype, exact.
+        kv_attention: who attends to the keys and values that are in CPU memory: "cpu", its cores,
+            beside the stream ("auto" without a goal), or "gpu", the compute device: those of each
+            layer come up the link in every step, ahead of their use. That is quicker where the link
+            has time to spare (quantised or resident weights, few sequences of long contexts) or
+            cores are few. Takes 128 MiB of the compute device, not what the sequences take. With a
+            goal the plan decides.
         model_class: a class (or Auto class, or its name) other than the one config.json names.
         revision, trust_remote_code, attn_implementation: as in from_pretrained.
 
@@ -145,6 +153,7 @@ def run(
         choose_batch=goal == Goal.THROUGHPUT.value and batch_size is None,
         kv_on_cpu=kv_on_cpu,
         kv_dtype=kv_dtype,
+        kv_attention=kv_attention,
     )
     wishes = None if quantization is None else Wishes.of(quantization)
     # Tensors made in inference mode would be of no use outside of it.
@@ -276,7 +285,8 @@ def _host_kv(
     sizes = column_bytes(spec, dtype, config)
     row = kv_cpu_bytes * max(sizes) // (sum(sizes) * config.kv_on_cpu)
     lock: Literal["auto", False] = "auto" if config.compute.type == "cuda" else False
-    return HostKv(config.gpu_sequences, row, row_copies(device), lock, config.int8_kv)
+    copies, streamed = row_copies(device), config.streamed_kv
+    return HostKv(config.gpu_sequences, row, copies, lock, config.int8_kv, streamed)
 
 
 def _pack_home(config: OffloadConfig) -> Path:

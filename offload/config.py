@@ -16,6 +16,7 @@ from offload.scheduler.setting import Goal, Job
 _TIER_NAMES = {"cpu": Tier.CPU, "nvme": Tier.NVME, "disk": Tier.NVME}
 ENGINES = ("auto", "transformers", "fused")
 KV_DTYPES = ("auto", "int8")
+KV_ATTENTION = ("auto", "cpu", "gpu")
 MAX_PREFETCH = 64
 _GOALS = " or ".join(repr(goal.value) for goal in Goal)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -38,6 +39,7 @@ class OffloadConfig:
     max_length: int | None = None
     kv_on_cpu: int = 0
     kv_dtype: str = "auto"  # of keys and values in CPU memory: the model's, or int8 with scales
+    kv_attention: str = "auto"  # who attends to them; "auto": the CPU, or as a plan for a goal says
     goal: str | None = None  # what a plan is to be best at; None: layers are placed by their sizes
     prompt_len: int | None = None  # tokens of each prompt, where there is a goal
     gen_len: int | None = None  # new tokens of each sequence, likewise
@@ -74,6 +76,15 @@ class OffloadConfig:
                 f"kv_dtype={self.kv_dtype!r} is for keys and values in CPU memory: say with "
                 "kv_on_cpu how many sequences keep theirs there, or plan for a goal"
             )
+        if self.kv_attention not in KV_ATTENTION:
+            raise ValueError(
+                f"kv_attention must be one of {KV_ATTENTION}, got {self.kv_attention!r}"
+            )
+        if self.kv_attention != "auto" and not self.kv_on_cpu and self.goal is None:
+            raise ValueError(
+                f"kv_attention={self.kv_attention!r} is about keys and values in CPU memory: say "
+                "with kv_on_cpu how many sequences keep theirs there"
+            )
         object.__setattr__(self, "job", self._job())
 
     def _job(self) -> Job | None:
@@ -98,12 +109,13 @@ class OffloadConfig:
                 f"goal={self.goal!r} plans where layers rest, and device_map={self.device_map!r} "
                 "says it: leave one of them out"
             )
-        decided = {"prefetch": self.prefetch, "max_length": self.max_length}
+        decided: dict[str, Any] = {"prefetch": self.prefetch, "max_length": self.max_length}
         decided["kv_on_cpu"] = self.kv_on_cpu or None
+        decided["kv_attention"] = None if self.kv_attention == "auto" else self.kv_attention
         for name, value in decided.items():
             if value is not None:
                 raise ValueError(
-                    f"{name}={value} is decided by the plan for goal={self.goal!r}: leave it out"
+                    f"{name}={value!r} is decided by the plan for goal={self.goal!r}: leave it out"
                 )
         batch = None if self.choose_batch else self.batch_size
         return Job(int(self.prompt_len or 0), int(self.gen_len or 0), batch)
@@ -117,6 +129,11 @@ class OffloadConfig:
     def int8_kv(self) -> bool:
         """Whether keys and values in CPU memory are int8, with a scale a token and head."""
         return self.kv_dtype == "int8"
+
+    @property
+    def streamed_kv(self) -> bool:
+        """Whether keys and values in CPU memory come up the link, for the GPU to attend to."""
+        return self.kv_attention == "gpu"
 
     @property
     def asked_to_offload(self) -> bool:

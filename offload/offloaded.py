@@ -22,6 +22,7 @@ from offload.models.fused.decoder import FusedEngine
 from offload.models.fused.host_rows import CpuWork
 from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
+from offload.models.kv.streamed_kv import StreamedWork
 from offload.models.lockstep.calls import run_together
 from offload.models.lockstep.micro_batches import MicroBatches
 from offload.models.parts import ModelParts
@@ -91,6 +92,12 @@ class Offload(NotCopied):
     def cpu_work(self) -> CpuWork | None:
         """What CPU cores did of decode steps; None without the fused engine."""
         return None if self._engine is None else self._engine.cpu_work
+
+    @property
+    def streamed_kv(self) -> StreamedWork | None:
+        """What of keys and values came up for decode steps; None unless kv_attention is "gpu"."""
+        found = None if self._engine is None else self._engine.streamed_kv
+        return None if found is None else found.work
 
     @property
     def device(self) -> torch.device:

@@ -17,6 +17,7 @@ from offload.errors import BudgetError, UnsupportedError
 from offload.kernels.host_library import why_not_host
 from offload.models.fused.host_rows import why_not_on_cpu
 from offload.models.kv.host_columns import HostColumns
+from offload.models.kv.streamed_kv import places_bytes
 from offload.models.modules import find_layers
 from offload.models.parts import ModelParts
 from offload.models.quantized.modules import scratch_bytes
@@ -130,7 +131,7 @@ def _filled(
     best: tuple[Plan, int | None] | None = None
     problem: BudgetError | None = None
     for rows in (*(() if config.kv_on_cpu else (None,)), *(PREFILL_ROWS if few else ())) or (None,):
-        reserve = _reserve(network, config, spec is not None, rows)
+        reserve = _reserve(network, spec, config, rows)
         try:
             plan = _plan(parts, config, reserve, kv_cpu_bytes, io)
         except BudgetError as error:
@@ -192,14 +193,21 @@ def _tier_of(layer: str, tiers: Mapping[str, Tier]) -> Tier:
 
 
 def _reserve(
-    network: PreTrainedModel, config: OffloadConfig, fused: bool, prefill_rows: int | None
+    network: PreTrainedModel,
+    spec: ModelSpec | None,
+    config: OffloadConfig,
+    prefill_rows: int | None,
 ) -> int:
     scratch = scratch_bytes(network)  # a quantised weight stands whole while it is multiplied with
     if config.compute.type == "cpu":
         return scratch  # there the budget is one of weights
     shape, itemsize = ModelShape.of(network.config), network.dtype.itemsize
+    length, fused = _length(network, config), spec is not None
+    if spec is not None and config.streamed_kv:
+        heads = [(layer.layout.kv_heads, layer.layout.head_dim) for layer in spec.layers]
+        scratch += places_bytes(config.kv_on_cpu, heads, length, network.dtype, config.int8_kv)
     return scratch + shape.reserve_bytes(
-        config.batch_size, _length(network, config), itemsize, fused, config.kv_on_cpu, prefill_rows
+        config.batch_size, length, itemsize, fused, config.kv_on_cpu, prefill_rows
     )
 
 
@@ -219,9 +227,10 @@ def _kv_cpu_bytes(
             f"kv_on_cpu={config.kv_on_cpu} takes the fused engine, and this model runs on "
             f"{engine_reason}"
         )
-    problem = why_not_on_cpu(spec, network.dtype)
-    if problem is None and config.compute.type != "cpu":
+    problem = None if config.streamed_kv else why_not_on_cpu(spec, network.dtype)
+    if problem is None and not config.streamed_kv and config.compute.type != "cpu":
         problem = why_not_host()
+        problem = problem and f"{problem} (kv_attention='gpu' does without)"
     if problem is not None:
         raise UnsupportedError(f"kv_on_cpu={config.kv_on_cpu}: {problem}")
     columns = config.kv_on_cpu * _length(network, config)

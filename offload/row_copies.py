@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,15 +11,16 @@ import torch
 from offload.aio.cudart import cuda_state
 from offload.device import ComputeDevice
 from offload.errors import UnsupportedError
-from offload.trace import Track
+from offload.trace import KEYS_AND_VALUES, Track
 
 
 class RowCopies(Protocol):
     """Copies of 2-dimensional tensors alike, whose rows are contiguous and lie at any stride.
 
-    The way down is a copy queue of its own. The way up has none: a copy engine would take it after
-    the layer of weights that it is busy with, for tens of milliseconds. What comes up is read by a
-    kernel, straight from pinned memory (`mapped`), which gets its share of the link at once.
+    The way down is a copy queue of its own. Small things that are wanted at once have none on their
+    way up: a copy engine would take them after the layer of weights that it is busy with, for tens
+    of milliseconds. They are read by a kernel, straight from pinned memory (`mapped`), which gets
+    its share of the link at once. Large things are asked for ahead (`prefetch`).
     """
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -37,6 +40,20 @@ class RowCopies(Protocol):
         it has waited for the device.
         """
 
+    def prefetch(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any]
+    ) -> Any:
+        """Copy to each target from its source in CPU memory, (target, source), in the background
+        and not before the points `after`; the point at which all is there.
+
+        The queue is beside that of the weights, and the copy engine takes what is ready first: a
+        layer of weights when its slot is free, these when their targets are. Both are asked for
+        ahead of their use, so neither needs to go first, and none waits for the other's memory.
+        """
+
+    def mark(self) -> Any:
+        """The point after all that was issued to the compute device so far."""
+
     def wait(self, point: Any) -> None:
         """What is computed from now on runs after `point`."""
 
@@ -50,6 +67,10 @@ class RowCopies(Protocol):
 class HostCopies:
     """The CPU computes: a copy is done when the call returns."""
 
+    def __init__(self, compute: ComputeDevice | None = None) -> None:
+        """`compute`: whose trace is told of what comes up."""
+        self._compute = compute
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
@@ -61,6 +82,19 @@ class HostCopies:
 
     def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+    def prefetch(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any]
+    ) -> Any:
+        trace = None if self._compute is None else self._compute.trace
+        start = time.perf_counter()
+        for target, source in pairs:
+            target.copy_(source)
+        if trace is not None:
+            trace.host(Track.LINK_UP, KEYS_AND_VALUES, start, _nbytes(pairs))
+
+    def mark(self) -> Any:
+        pass
 
     def wait(self, point: Any) -> None:
         pass
@@ -86,6 +120,7 @@ class CudaCopies:
         self._compute = compute
         self._device = compute.torch_device
         self._stream = torch.cuda.Stream(self._device)
+        self._up: torch.cuda.Stream | None = None  # of `prefetch`
         with torch.cuda.device(self._device):
             self.mapped(self.buffer((1,), torch.uint8))  # refused now rather than at a token
 
@@ -103,18 +138,35 @@ class CudaCopies:
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         trace = self._compute.trace
-        start = None if trace is None else self._point(timed=True)
+        start = None if trace is None else _point(self._stream, timed=True)
         self._copy(target, source, self._stream)
-        stop = self._point(timed=trace is not None)
+        stop = _point(self._stream, timed=trace is not None)
         if trace is not None:
             trace.device(Track.LINK_DOWN, "rows", start, stop, source.nbytes)
         return stop
 
-    def _point(self, timed: bool) -> torch.cuda.Event:
-        return self._stream.record_event(torch.cuda.Event(enable_timing=timed))
-
     def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy(target, source, torch.cuda.current_stream(self._device))
+
+    def prefetch(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any]
+    ) -> Any:
+        if self._up is None:
+            self._up = torch.cuda.Stream(self._device)
+        for point in after:
+            if point is not None:
+                self._up.wait_event(point)
+        trace = self._compute.trace
+        start = None if trace is None else _point(self._up, timed=True)
+        for target, source in pairs:
+            self._copy(target, source, self._up)
+        stop = _point(self._up, timed=trace is not None)
+        if trace is not None:
+            trace.device(Track.LINK_UP, KEYS_AND_VALUES, start, stop, _nbytes(pairs))
+        return stop
+
+    def mark(self) -> Any:
+        return _point(torch.cuda.current_stream(self._device), timed=False)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
         # torch has no copy of pitched rows: it would gather them on the host first, waiting.
@@ -139,11 +191,28 @@ class CudaCopies:
 
     def drain(self) -> None:
         self._stream.synchronize()
+        if self._up is not None:
+            self._up.synchronize()
 
 
 def row_copies(compute: ComputeDevice) -> RowCopies:
     """Those of the compute device."""
-    return CudaCopies(compute) if compute.torch_device.type == "cuda" else HostCopies()
+    return CudaCopies(compute) if compute.torch_device.type == "cuda" else HostCopies(compute)
+
+
+def columns(buffer: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Columns of a contiguous [rows, heads, columns, ...] as [rows * heads, elements]."""
+    rows, heads, capacity = buffer.shape[:3]
+    width = buffer.shape[3:].numel()
+    return buffer.view(rows * heads, capacity * width)[:, first * width : last * width]
+
+
+def _point(stream: torch.cuda.Stream, timed: bool) -> torch.cuda.Event:
+    return stream.record_event(torch.cuda.Event(enable_timing=timed))
+
+
+def _nbytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return sum(source.nbytes for _, source in pairs)
 
 
 def _pitch(rows: torch.Tensor) -> int:

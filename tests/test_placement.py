@@ -24,8 +24,8 @@ def filled(
     """Depth and rows chosen, and the rows tried, where `depths` of 2 fit by rows; 0: nothing."""
     tried: list[int | None] = []
 
-    def reserve(network: Any, config: Any, fused: bool, rows: int | None) -> int | None:
-        assert fused == (spec is not None)
+    def reserve(network: Any, given: Any, config: Any, rows: int | None) -> int | None:
+        assert given is spec
         tried.append(rows)
         return rows
 

@@ -24,6 +24,7 @@ from offload.bench.workload import FIRST_STEPS, Timing, Workload, activation_byt
 from offload.config import OffloadConfig
 from offload.measure.compute import hbm_rates, product_rate
 from offload.models.fused.host_rows import CpuWork
+from offload.models.kv.streamed_kv import StreamedWork
 from offload.scheduler.cost import Rates, predict_pass
 from offload.scheduler.plan import Plan, Tier
 from offload.scheduler.planner import Planned
@@ -44,6 +45,7 @@ class Setup:
     engine: str = "auto"
     kv_on_cpu: int = 0  # sequences of the batch
     kv_dtype: str = "auto"  # of their keys and values
+    kv_attention: str = "auto"  # who attends to them
     trace: str | None = None  # a file, for what offload does
     micro_batch: int | None = None  # sequences of each, measured beside one batch of all
     goal: str | None = None  # what is planned for, with the device map "auto"
@@ -88,6 +90,7 @@ class Setup:
             batch_size=work.batch,
             kv_on_cpu=self.kv_on_cpu,
             kv_dtype=self.kv_dtype,
+            kv_attention=self.kv_attention,
             **lengths,
         )
 
@@ -191,7 +194,7 @@ def _measure_offload(
                     activations = activation_bytes(model, work, device, size)
                 found[name] = timing, peaks, activations
             report, plan = model.offload.report(), model.offload.plan
-            cpu_work = model.offload.cpu_work
+            cpu_work, streamed_kv = model.offload.cpu_work, model.offload.streamed_kv
             disks += [read_rate(files)] if files else []
             links += copy_rates(device)
     rates = Rates(
@@ -216,7 +219,9 @@ def _measure_offload(
         row.activation_bytes = activations
         result.rows.append(row)
     result.notes += _plan_notes(result.rows[0], planned)
-    result.notes += _cpu_notes(result.rows[0], plan, cpu_work, setup.kv_dtype)
+    result.notes += _cpu_notes(result.rows[0], cpu_work)
+    result.notes += _streamed_notes(result.rows[0], streamed_kv, rates)
+    result.notes += _kept_notes(plan, setup)
     timings = {name: timing for name, (timing, _, _) in found.items()}
     for name in setup.micro_batches:
         result.notes += _beside_one_batch(result, timings, name)
@@ -258,26 +263,46 @@ def _plan_notes(row: Row, planned: Planned | None) -> list[str]:
     ]
 
 
-def _cpu_notes(row: Row, plan: Plan, work: CpuWork | None, kv_dtype: str) -> list[str]:
+def _cpu_notes(row: Row, work: CpuWork | None) -> list[str]:
     """What of a step CPU cores did, where they did anything."""
     step = None if work is None else work.typical
     if step is None or not row.step_seconds:
         return []
     own = row.step_seconds - step.attention - step.waiting
-    notes = [
+    return [
         str(work),
         f"of a decode step of {row.step_seconds * 1e3:.1f} ms, cores attended for "
         f"{step.attention / row.step_seconds:.1%}, waited for queries for "
         f"{step.waiting / row.step_seconds:.1%}, and the host was elsewhere for "
         f"{own / row.step_seconds:.1%}",
     ]
+
+
+def _streamed_notes(row: Row, work: StreamedWork | None, rates: Rates) -> list[str]:
+    """What of keys and values came up in a step, and what the link takes for all that does."""
+    nbytes = None if work is None else work.typical_bytes
+    if nbytes is None or not row.step_seconds or not rates.link:
+        return []
+    link = (nbytes + row.streamed_bytes) / rates.link
+    return [
+        str(work),
+        f"with the weights that move {format_size(nbytes + row.streamed_bytes)} come up in a step, "
+        f"{link * 1e3:.1f} ms at the link's {rates.link / 1e9:.1f} GB/s: "
+        f"{link / row.step_seconds:.1%} of a decode step of {row.step_seconds * 1e3:.1f} ms",
+    ]
+
+
+def _kept_notes(plan: Plan, setup: Setup) -> list[str]:
+    """What is in CPU memory, and how."""
+    notes = []
     if plan.kv_cpu_bytes:  # where the CPU computes, only weights are planned for
         notes.append(
             f"CPU memory: {format_size(plan.weight_bytes(Tier.CPU))} of weights, "
             f"{format_size(plan.kv_cpu_bytes)} kept for keys and values"
         )
-    if kv_dtype != "auto":
-        notes.append(f"keys and values in CPU memory: {kv_dtype}, with a scale a token and head")
+    if setup.kv_dtype != "auto":
+        kept = setup.kv_dtype
+        notes.append(f"keys and values in CPU memory: {kept}, with a scale a token and head")
     return notes
 
 

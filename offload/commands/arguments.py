@@ -128,7 +128,25 @@ def add_goal(parser: Any) -> None:
         help="plan what rests where by measured rates: most tokens a second, the shortest time, or "
         "the least GPU memory (default: no plan; --device-map says it)",
     )
+
+
+def add_kv(parser: Any) -> None:
+    """Whose keys and values are in CPU memory, how they are kept, and who attends to them."""
+    parser.add_argument(
+        "--kv-on-cpu",
+        type=count,
+        default=0,
+        metavar="N",
+        help="sequences of the batch that keep keys and values in CPU memory (default: 0)",
+    )
     add_kv_dtype(parser)
+    parser.add_argument(
+        "--kv-attention",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="who attends to them: cpu, its cores, or gpu, to which they come up the link in every "
+        "step (default: auto, cpu unless a plan says otherwise)",
+    )
 
 
 def add_kv_dtype(parser: Any) -> None:

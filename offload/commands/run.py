@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.commands.arguments import (
     add_goal,
+    add_kv,
     add_placement,
     add_remote_code,
     add_trace,
@@ -63,6 +64,7 @@ def add_parser(commands: Any) -> None:
     )
     add_placement(parser)
     add_goal(parser)
+    add_kv(parser)
     add_weights(parser.add_argument_group("quantisation of a plain checkpoint"))
     parser.add_argument(
         "--engine",
@@ -105,11 +107,6 @@ def add_parser(commands: Any) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Generate, and report before and after."""
     _check_sampling(args)
-    if args.kv_dtype != "auto" and args.goal is None:
-        raise ValueError(
-            f"--kv-dtype {args.kv_dtype} is for keys and values that a plan leaves in CPU memory: "
-            "give a --goal too"
-        )
     prompt = _prompt(args)
 
     from offload.checkpoint.hub import resolve_model
@@ -156,7 +153,9 @@ def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
         prefetch=args.prefetch,
         engine=args.engine,
         batch_size=args.batch_size,
+        kv_on_cpu=args.kv_on_cpu,
         kv_dtype=args.kv_dtype,
+        kv_attention=args.kv_attention,
         **_lengths(args, length),
         trust_remote_code=args.trust_remote_code,
         attn_implementation=args.attn_implementation,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.trace.intervals import Intervals, both, length, union, without
-from offload.trace.recorder import Span, Track
+from offload.trace.recorder import KEYS_AND_VALUES, Span, Track
 
 COLUMNS = 64
 _SHADES = " .-=#"  # by the share of a column in which the resource works
@@ -90,7 +90,9 @@ def picture(spans: Sequence[Span]) -> Picture | None:
     window = [(passes[chosen].start, passes[chosen].stop)]
     work = {track: _of(spans, track, window) for track in _DRAWN}
     joins = _of(spans, Track.COMPUTE, window, waits_for=Track.CPU_ATTENTION.value)
-    work[Track.COMPUTE] = without(work[Track.COMPUTE], joins)  # in the middle of a layer
+    rises = _of(spans, Track.COMPUTE, window, waits_for=KEYS_AND_VALUES)
+    for held in (joins, rises):  # in the middle of a layer
+        work[Track.COMPUTE] = without(work[Track.COMPUTE], held)
     return Picture(
         number=chosen + 1,
         passes=len(passes),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from offload.trace.intervals import union, without
 
 MOST_SPANS = 1_000_000  # then nothing more is recorded: a viewer would not open it
+KEYS_AND_VALUES = "keys and values"  # that come up the link for attention, in the middle of a layer
 PROMPT = 50e-6  # a GPU that reaches a point so soon after the host made it had been waiting for it
 
 
@@ -150,6 +151,14 @@ class Trace:
     def joined(self) -> None:
         """That is done."""
         self._end("waits for CPU attention", waits_for=Track.CPU_ATTENTION.value)
+
+    def rises(self) -> None:
+        """What is computed from now on needs keys and values that may be on their way up."""
+        self._begin("waits for keys and values")
+
+    def risen(self) -> None:
+        """They have been waited for."""
+        self._end("waits for keys and values", waits_for=KEYS_AND_VALUES)
 
     def pass_begins(self) -> None:
         """A pass of the model begins."""

@@ -24,9 +24,10 @@ import offload
 from offload.errors import BudgetError, UnsupportedError
 from offload.models.fused import prompt
 from offload.models.fused.decoder import FusedEngine
-from offload.models.kv import host_kv
+from offload.models.kv import host_kv, streamed_kv
 from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_kv import HostKv
+from offload.models.kv.streamed_kv import evenly
 from offload.row_copies import HostCopies
 
 Folder = Callable[[str], Path]
@@ -44,13 +45,15 @@ def engine_of(model: PreTrainedModel) -> FusedEngine:
     return model.offload._engine
 
 
-@pytest.fixture(scope="module")
-def pair(variant_folder: Folder) -> Iterator[Pair]:
-    """The plain model and one whose split and chunks a test may change."""
+@pytest.fixture(scope="module", params=["cpu", "gpu"])
+def pair(variant_folder: Folder, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The plain model and one whose split and chunks a test may change; of the latter, CPU cores
+    attend to what is in CPU memory, or the compute device as it comes up.
+    """
     folder = variant_folder("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_POISON", "1")
-        with run(folder) as model:
+        with run(folder, kv_attention=request.param) as model:
             yield comparison.plain_model(folder), model
 
 
@@ -75,13 +78,27 @@ def poison(memory: torch.Tensor) -> None:
     memory.fill_(NAN if memory.is_floating_point() else 99)
 
 
-class LateCopies(HostCopies):
-    """Every copy down is made when somebody waits for it, from what its source holds then."""
+def steps_of(engine: FusedEngine) -> tuple[int, int]:
+    """Decode steps that had sequences in CPU memory, and how many the latest one had."""
+    if engine.streamed_kv is not None:
+        assert not engine.cpu_work.steps
+        return engine.streamed_kv.work.steps, engine.streamed_kv.work.sequences
+    work = engine.cpu_work
+    return work.steps, work.latest[-1].sequences if work.latest else 0
 
-    def __init__(self) -> None:
+
+class LateCopies(HostCopies):
+    """Every copy is made when somebody waits for it, from what its source holds then; `early`: what
+    is prefetched is there at once, as soon as it may be.
+    """
+
+    def __init__(self, early: bool = False) -> None:
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.made = 0
         self.drained = False
+        self.early = early
+        self.up_waiting: list[Any] = []
+        self.up_made = 0
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty(shape, dtype=dtype)
@@ -93,11 +110,31 @@ class LateCopies(HostCopies):
         self.waiting.append((target, source))
         return self.made + len(self.waiting)
 
+    def prefetch(self, pairs: Any, after: Any) -> Any:
+        for target, _ in pairs:
+            poison(target)
+        self.up_waiting.append((pairs, list(after)))
+        point = self, self.up_made + len(self.up_waiting)
+        if self.early:
+            self.wait(point)
+        return point
+
     def wait(self, point: Any) -> None:
-        while point is not None and self.made < point:
+        if isinstance(point, tuple):  # perhaps of a test before
+            point[0].bring_up(point[1])
+        while isinstance(point, int) and self.made < point:
             target, source = self.waiting.pop(0)
             target.copy_(source)
             self.made += 1
+
+    def bring_up(self, count: int) -> None:
+        while self.up_made < count:
+            pairs, after = self.up_waiting.pop(0)
+            for before in after:
+                self.wait(before)
+            for target, source in pairs:
+                target.copy_(source)
+            self.up_made += 1
 
     synchronize = wait
 
@@ -133,27 +170,32 @@ def test_any_split_says_the_same(pair: Pair, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.host_kv, "gpu_sequences", data.draw(st.integers(0, batch)))
         patch.setattr(engine, "prefill_rows", data.draw(st.sampled_from([None, 1, 2 * tokens])))
-        patch.setattr(engine.host_kv, "copies", late := LateCopies())
+        patch.setattr(engine.host_kv, "copies", late := LateCopies(data.draw(st.booleans())))
         patch.setattr(engine, "_copies", late)
+        # A head's of one sequence, several heads', one sequence's, all.
+        patch.setattr(
+            streamed_kv, "PIECE_BYTES", data.draw(st.sampled_from([1, 9000, 20000, 1 << 26]))
+        )
         got = generate(model, ids, pads, **options)
     assert torch.equal(got, generate(plain, ids, pads, **options))
     assert engine.unserved == {}
 
 
 @pytest.mark.compat
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", exactness.FUSED)
-def test_every_family(variant_folder: Folder, name: str) -> None:
+def test_every_family(variant_folder: Folder, name: str, attention: str) -> None:
     folder = variant_folder(name)
     plain = comparison.plain_model(folder)
     asked = {k: v for k, v in comparison.left_padded(name).items() if k != "decoder_input_ids"}
     asked |= {"max_new_tokens": 6, "do_sample": False}
-    with run(folder, batch_size=2, kv_on_cpu=1) as model:
+    with run(folder, batch_size=2, kv_on_cpu=1, kv_attention=attention) as model:
         engine = engine_of(model)
         engine.prefill_rows = 1
         said = [m.generate(**asked, num_beams=2) for m in (model, plain)]
         assert torch.equal(*said)
-        assert engine.unserved == {} and engine.cpu_work.steps == 5
-        assert engine.cpu_work.latest[-1].sequences == 3  # of four beams
+        assert engine.unserved == {}
+        assert steps_of(engine) == (5, 3)  # of four beams
 
 
 def turns(model: PreTrainedModel, between: Callable[[Any], Any] = lambda cache: cache) -> Any:
@@ -258,11 +300,11 @@ def test_transformers_modules_run_on_the_same_cache(pair: Pair) -> None:
 
 def test_a_small_batch_stays_where_it_is_computed(pair: Pair) -> None:
     model = pair[1]
-    steps = engine_of(model).cpu_work.steps
+    steps, _ = steps_of(engine_of(model))
     generate(model, prompts(1, 4), [0], max_new_tokens=3)
-    assert engine_of(model).cpu_work.steps == steps
+    assert steps_of(engine_of(model))[0] == steps
     generate(model, prompts(2, 4), [0, 0], max_new_tokens=3)
-    assert engine_of(model).cpu_work.steps == steps + 2
+    assert steps_of(engine_of(model))[0] == steps + 2
 
 
 def test_caches_share_the_room_on_the_compute_device(pair: Pair) -> None:
@@ -376,7 +418,7 @@ def test_a_cache_that_could_not_grow_is_as_it_was(
 
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 12))
 def test_chunks_cover_all_evenly(first: int, count: int, most: int) -> None:
-    spans = list(prompt._evenly(first, first + count, most))
+    spans = list(evenly(first, first + count, most))
     assert [x for a, b in spans for x in range(a, b)] == list(range(first, first + count))
     sizes = {b - a for a, b in spans}
     assert not sizes or (max(sizes) <= most and max(sizes) - min(sizes) <= 1)

@@ -317,7 +317,13 @@ def test_keys_and_values_on_the_cpu(program: Any) -> None:
     assert "of a decode step of" in found["notes"][1]
     found = bench(program, *options[:-2], "--kv-dtype", "int8", shape="tiny-opt")
     assert any(note.startswith("keys and values in CPU memory: int8") for note in found["notes"])
+    found = bench(program, *options, "--kv-attention", "gpu", shape="tiny-opt")
+    assert found["rows"][0]["equal"].startswith("15 of 15 tokens equal")
+    assert found["notes"][0].startswith("attention on the compute device to 3 sequences")
+    assert "of a decode step of" in found["notes"][1]
     named = ("bench", "throughput", "--shape", "tiny", "--device", "cpu", *WORK)
+    refused = program(*named, "--kv-attention", "gpu")
+    assert refused.code == 2 and "say with kv_on_cpu how many sequences" in refused.err
     refused = program(*named, "--kv-dtype", "int8")
     assert refused.code == 2 and "say with kv_on_cpu how many sequences" in refused.err
     refused = program(*named, "--kv-on-cpu", 3)

@@ -36,7 +36,7 @@ CASES: dict[tuple[str, ...], str] = {
     (*RUN, "--temperature", "2"): "belong to --sample",
     (*RUN, "--sample", "--temperature", "0"): "--temperature must be above zero, got 0.0",
     (*RUN, "--sample", "--seed", "9" * 23): "--seed must be a number of 64 bits",
-    (*RUN, "--kv-dtype", "int8"): "give a --goal too",
+    (*RUN, "--kv-dtype", "int8"): "say with kv_on_cpu how many",
     (*RUN, "--trace", ""): "the name of a file is empty",
     (*RUN, "--weights", "int5"): "-clip at the end",
     (*RUN, "--offload-folder", "BINARY", *CAST): "is a file",

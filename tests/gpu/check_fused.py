@@ -2,7 +2,7 @@
 torch and transformers is needed.
 
     python tests/gpu/check_fused.py [--tiers resident,cpu,nvme] [--dtypes float32,bfloat16]
-                                    [--quantised] [--kv-on-cpu] [--device cuda] [NAME ...]
+                                    [--quantised] [--kv-on-cpu {cpu,gpu}] [--device cuda] [NAME ...]
 
 One line a variant, tier and dtype: the largest error against float64 of the fused engine and of
 the plain model, the number of graphs that were replayed, and "ok" or FAILED with what is wrong.
@@ -12,8 +12,9 @@ Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 i
 plain model whose weights are what the stored ones stand for; what other programs store is so in
 16 bits alone (float16 is what GPTQ's and AWQ's scales are in).
 
---kv-on-cpu: all sequences but the first keep keys and values in CPU memory, where CPU cores attend
-to them, and prompts go through a layer sequence by sequence; no graph is replayed then.
+--kv-on-cpu: all sequences but the first keep keys and values in CPU memory, and prompts go through
+a layer sequence by sequence; no graph is replayed then. CPU cores attend to them, or the GPU (a
+head of a sequence at a time), as it says.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ import variants  # noqa: E402
 
 import offload  # noqa: E402
 from offload import kernels  # noqa: E402
+from offload.models.kv import streamed_kv  # noqa: E402
 
 # Half of the layers stream beside resident ones, which are graphs of one layer each.
 TIERS: dict[str, Any] = {"resident": {"": 0}, "cpu": "cpu", "nvme": "nvme", "mixed": None}
@@ -70,7 +72,7 @@ def check(
     device: str,
     asked: Any,
     exact: Any,
-    kv_on_cpu: bool = False,
+    kv_on_cpu: str | None = None,
 ) -> tuple[str, bool]:
     """What to print, and whether all is right. `asked`: the plain model's logits and tokens."""
     plain, said = asked
@@ -82,7 +84,7 @@ def check(
     name = name.partition("/")[0]
     arguments = {"device_map": place, "device": device, "dtype": dtype, "max_length": 64}
     if kv_on_cpu:
-        arguments |= {"batch_size": 2, "kv_on_cpu": 1}
+        arguments |= {"batch_size": 2, "kv_on_cpu": 1, "kv_attention": kv_on_cpu}
     with offload.run(folder, engine="fused", **arguments) as model:
         if kv_on_cpu:
             model.offload._engine.prefill_rows = 1
@@ -96,8 +98,10 @@ def check(
     wrong += [note for note in report.notes if "graph" in note]
     wanted = {"resident": 1, "mixed": 2}.get(tier, 0) if device != "cpu" else 0
     wanted = 0 if kv_on_cpu else wanted
-    if kv_on_cpu and not model.offload.cpu_work.steps:
+    if kv_on_cpu == "cpu" and not model.offload.cpu_work.steps:
         wrong.append("nothing was done on CPU cores")
+    if kv_on_cpu == "gpu" and not model.offload.streamed_kv.steps:
+        wrong.append("nothing came up")
     if graphs != wanted:
         wrong.append(f"{graphs} graphs instead of {wanted}")
     errors = [max(comparison.spread(x[k], exact[k]) for k in exact) for x in (got, plain)]
@@ -135,11 +139,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--quantised", action="store_true")
-    parser.add_argument("--kv-on-cpu", action="store_true")
+    parser.add_argument("--kv-on-cpu", nargs="?", const="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--tiers", default="resident,cpu,nvme,mixed")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+    if options.kv_on_cpu == "gpu":
+        streamed_kv.PIECE_BYTES = 1
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if options.device != "cpu":

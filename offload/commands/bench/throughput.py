@@ -10,10 +10,10 @@ from offload.commands.arguments import (
     add_goal,
     add_job,
     add_json,
+    add_kv,
     add_placement,
     add_trace,
     add_weights,
-    count,
     positive,
     quantization,
     size,
@@ -78,14 +78,7 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--engine", default="auto", metavar="NAME", help="auto (default), fused, or transformers"
     )
-    parser.add_argument(
-        "--kv-on-cpu",
-        type=count,
-        default=0,
-        metavar="N",
-        help="sequences of the batch that keep keys and values in CPU memory, where CPU cores "
-        "attend to them (default: 0)",
-    )
+    add_kv(parser)
     add_trace(parser)
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
@@ -136,6 +129,7 @@ def execute(args: argparse.Namespace) -> int:
         engine=args.engine,
         kv_on_cpu=args.kv_on_cpu,
         kv_dtype=args.kv_dtype,
+        kv_attention=args.kv_attention,
         trace=args.trace,
         micro_batch=args.micro_batch,
         goal=args.goal,
@@ -161,6 +155,7 @@ def _refuse_of_throughput(args: argparse.Namespace) -> None:
         "--micro-batch": args.micro_batch,
         "--kv-on-cpu": args.kv_on_cpu,
         "--kv-dtype": args.kv_dtype != "auto",
+        "--kv-attention": args.kv_attention != "auto",
         "--trace": args.trace,
         "--peer": args.peer,
     }

@@ -18,7 +18,9 @@ from offload.models.fused.host_rows import CpuWork, HostRows
 from offload.models.fused.layer_calls import Launched, LayerCalls, Rows
 from offload.models.fused.layer_weights import LayerWeights
 from offload.models.fused.padding import Padding, PaddingCheck
+from offload.models.fused.streamed_rows import StreamedRows
 from offload.models.kv.cache import KvLayer
+from offload.models.kv.streamed_kv import StreamedKv
 from offload.models.specs.spec import ModelSpec
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values
@@ -40,8 +42,11 @@ class DecodeSession:
         stream: int,
         workspace: Workspace,
         work: CpuWork | None = None,
+        streamed: StreamedKv | None = None,
     ) -> None:
-        """`work`: where to count what CPU cores do, for rows whose keys and values are there."""
+        """For rows whose keys and values are in CPU memory: `work` is where to count what CPU cores
+        do, and with `streamed` the keys and values come up instead.
+        """
         self._made_for = (padded, stream)
         # Of stretches of layers, by the first, and whether the entry is in it.
         self.graphs: dict[tuple[int, bool], LaunchGraph] = {}
@@ -61,9 +66,13 @@ class DecodeSession:
         with torch.inference_mode(False):
             self.entry = Entry(rows("hidden", spec.hidden))
             self._start = torch.zeros_like(self.entry.length) if padded else None
-            self._on_cpu: HostRows | None = None
+            self._on_cpu: HostRows | StreamedRows | None = None
             host = layers[0].common.host
-            if layers[0].rows_on_cpu and host is not None:
+            if layers[0].rows_on_cpu and streamed is not None:
+                self._on_cpu = StreamedRows(
+                    layers, spec, self.entry, self._start, streamed, workspace
+                )
+            elif layers[0].rows_on_cpu and host is not None:
                 self._on_cpu = HostRows(layers, self.entry, padded, host.copies, work or CpuWork())
             slopes = {
                 each: torch.tensor(each, dtype=torch.float32, device=self.device)

@@ -28,6 +28,7 @@ from offload.models.fused.step import Step
 from offload.models.hooked import NotCopied, PassForward, PassOwner
 from offload.models.kv.cache import KvLayer, adopt, common_of, layers_of
 from offload.models.kv.host_kv import HostKv
+from offload.models.kv.streamed_kv import StreamedKv
 from offload.models.parts import ModelParts
 from offload.models.shape import MLP_ROWS
 from offload.models.specs.spec import ModelSpec
@@ -57,6 +58,9 @@ class FusedEngine(NotCopied):
         self.host_kv = host_kv
         self.prefill_rows = prefill_rows
         self.cpu_work = CpuWork(trace=lambda: owner.trace)
+        self.streamed_kv: StreamedKv | None = None
+        if host_kv is not None and host_kv.streamed:
+            self.streamed_kv = StreamedKv(host_kv, device, trace=lambda: owner.trace)
         # Without sequences in CPU memory nothing is copied.
         self._copies: RowCopies = HostCopies() if host_kv is None else host_kv.copies
         self.unserved: Counter[str] = Counter()
@@ -186,6 +190,8 @@ class FusedEngine(NotCopied):
             )
         if self.cpu_work.steps:
             found.append(str(self.cpu_work))
+        if self.streamed_kv is not None and self.streamed_kv.work.steps:
+            found.append(str(self.streamed_kv.work))
         return found
 
     def close(self) -> None:
@@ -195,6 +201,8 @@ class FusedEngine(NotCopied):
         self._layers.close()
         if self.host_kv is not None:
             self.host_kv.close()
+        if self.streamed_kv is not None:
+            self.streamed_kv.close()
 
     def _prefill(self, request: Request) -> torch.Tensor:
         """The last hidden states [batch, tokens, width] of many tokens."""
@@ -354,7 +362,7 @@ class FusedEngine(NotCopied):
             common.session = None  # before the new one takes memory
             workspace = self._workspace(stream)
             common.session = DecodeSession(
-                self.spec, layers, padded, stream, workspace, self.cpu_work
+                self.spec, layers, padded, stream, workspace, self.cpu_work, self.streamed_kv
             )
             self._sessions.add(common.session)
         return common.session

@@ -113,8 +113,9 @@ class HostRows:
         if self._start is not None and padding is not None:
             self._start.copy_(padding.start[-self.count :])
 
-    def exchange(self, layout: QkvLayout) -> Exchange:
-        """The buffers of layers of that layout."""
+    def exchange(self, index: int, spec: LayerSpec) -> Exchange:
+        """The buffers of the layer `index`, and of others of its layout."""
+        layout = spec.layout
         key = layout.heads, layout.kv_heads, layout.head_dim
         if key not in self._exchanges:
             self._exchanges[key] = Exchange(layout, self.count, self._like, self._copies)
@@ -126,7 +127,7 @@ class HostRows:
         """The call that puts the attention of the layer `index` in out [rows, width], behind the
         launch of its exchange.
         """
-        exchange = self.exchange(spec.layout)
+        exchange = self.exchange(index, spec)
         if index not in self._attentions:  # one for all slots
             self._attentions[index] = self._make(index, spec, slopes, exchange)
         return HostCall(self, exchange, self._attentions[index], out, first=index == 0)
@@ -180,9 +181,11 @@ class Exchange:
             self.result = copies.buffer((count, heads, width), like.dtype)
             self.mapped = copies.mapped(self.result).view(count, heads * width)
         sizes = [heads, kv_heads, kv_heads]
-        # Query, key and value of every row: [count, heads, head_dim], on both sides.
-        self.staged = self._staged.split(sizes, dim=1)
+        # Query, key and value of every row: [count, heads, head_dim], as they were sent.
         self.sent = self._memory.split(sizes, dim=1)
+        query, keys, values = (x[:, None] for x in self._staged.split(sizes, dim=1))
+        # As a token's queries, [count, 1, heads, head_dim], and caches of one column.
+        self.staged = query, keys.transpose(1, 2), values.transpose(1, 2)
         self.point: Any = None
 
     def launch(self, stream: int = 0) -> None:

@@ -20,10 +20,11 @@ from offload.kernels.workspace import Workspace
 from offload.models.fused.entry import Entry
 from offload.models.fused.host_rows import Exchange, HostCall, HostRows
 from offload.models.fused.layer_weights import LayerWeights, Product
+from offload.models.fused.streamed_rows import Attending, Sending, StreamedRows
 from offload.models.quantized.layer import Filling
 from offload.models.specs.spec import LayerSpec, ModelSpec
 
-Launched = Call | Filling | Exchange | HostCall
+Launched = Call | Filling | Exchange | HostCall | Sending | Attending
 
 
 class Rows:
@@ -54,7 +55,7 @@ class LayerCalls:
     values: Sequence[torch.Tensor]
     start: torch.Tensor | None
     slopes: dict[tuple[float, ...], torch.Tensor]
-    on_cpu: HostRows | None
+    on_cpu: HostRows | StreamedRows | None
     rows: Rows
     workspace: Workspace
 
@@ -68,21 +69,12 @@ class LayerCalls:
         chain = Chain(ahead)
         self._multiply(chain, self.entry.hidden, weights.qkv, qkv, norm=weights.attention_norm)
         split = keys.shape[0]
-        join: HostCall | None = None
+        join: HostCall | Attending | None = None
         if self.on_cpu is not None:  # first of all, for that takes longest
-            exchange = self.on_cpu.exchange(layout)
-            staged_query, staged_keys, staged_values = (x[:, None] for x in exchange.staged)
-            self._append(
-                chain,
-                spec,
-                weights,
-                slice(split, None),
-                qkv,
-                staged_query,
-                staged_keys.transpose(1, 2),
-                staged_values.transpose(1, 2),
-                self.on_cpu.column,
-            )
+            exchange = self.on_cpu.exchange(index, spec)
+            below, column = slice(split, None), self.on_cpu.column
+            new_query, new_keys, new_values = exchange.staged
+            self._append(chain, spec, weights, below, qkv, new_query, new_keys, new_values, column)
             chain.put(exchange)
             slopes = None if spec.slopes is None else self.slopes[spec.slopes]
             join = self.on_cpu.attention(index, spec, slopes, attended[split:])
@@ -271,7 +263,7 @@ class Chain:
         self.calls.append(filling)
         self._ahead = None
 
-    def put(self, call: Exchange | HostCall) -> None:
+    def put(self, call: Exchange | HostCall | Sending | Attending) -> None:
         """What is no kernel: nothing begins early behind it."""
         self.calls.append(call)
         self._ahead = None

@@ -15,8 +15,9 @@ from offload.models.fused.padding import Padding
 from offload.models.fused.prefill_attention import PrefillAttention
 from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import SCALE, HostColumns, quantise_into
+from offload.models.kv.streamed_kv import evenly
 from offload.models.specs.spec import Angles, LayerSpec
-from offload.row_copies import RowCopies
+from offload.row_copies import RowCopies, columns
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values: [rows, kv_heads, columns, head_dim]
 Parts = tuple[torch.Tensor, torch.Tensor | None]  # numbers, or codes and their scales
@@ -78,7 +79,7 @@ class Prompt:
         spans = [
             (first, last, on_cpu)
             for start, stop, on_cpu in ((0, batch - on_cpu, False), (batch - on_cpu, batch, True))
-            for first, last in _evenly(start, stop, at_once)
+            for first, last in evenly(start, stop, at_once)
         ]
         column = torch.full((1,), past, dtype=torch.int32, device=hidden.device)
         common = PrefillAttention(past, tokens, None)
@@ -148,19 +149,20 @@ class Prompt:
         if self._past:  # what earlier turns left is seen, too; it was there when they finished
             for staged, parts, own in zip(stage, sent, kept, strict=True):
                 for part, place in _pairs(parts, own):
-                    self._copies.up(_columns(part, 0, self._past), _columns(place, 0, self._past))
+                    self._copies.up(columns(part, 0, self._past), columns(place, 0, self._past))
                 codes, scales = (x if x is None else x[:, :, : self._past] for x in parts)
                 if codes is not None and scales is not None:
                     torch.mul(codes, scales[..., None], out=staged[:, :, : self._past])
         run_block(spec, weights, hidden, *stage, chunk.work)
+        kv.common.writes.changes += 1
         for staged, parts, own in zip(stage, sent, kept, strict=True):
             codes, scales = parts
             if scales is not None:
                 quantise_into(staged, codes, scales, chunk.work.stream)
             for part, place in _pairs(parts, own):
                 # Noted at once: a pass that breaks off leaves copies on their way.
-                kv.common.arriving = room.points[turn] = self._copies.down(
-                    _columns(place, self._past, self._end), _columns(part, self._past, self._end)
+                kv.common.writes.arriving = room.points[turn] = self._copies.down(
+                    columns(place, self._past, self._end), columns(part, self._past, self._end)
                 )
 
     def _stage(self, spec: LayerSpec, chunk: _Chunk, turn: int) -> Buffers:
@@ -189,14 +191,6 @@ class Prompt:
         return found
 
 
-def _evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-    """Spans of `most` at most, of sizes that differ by one at most."""
-    count = -(-(last - first) // most)
-    for i in range(count):
-        size = last - first
-        yield first + i * size // count, first + (i + 1) * size // count
-
-
 def _of(padding: Padding, first: int, last: int) -> Padding:
     return Padding(padding.start[first:last], padding.end[first:last], padding.at_end)
 
@@ -213,10 +207,3 @@ def _pairs(parts: Parts, own: HostColumns) -> Iterator[tuple[torch.Tensor, torch
     for part, place in zip(parts, (own.stored, own.scales), strict=True):
         if part is not None and place is not None:
             yield part, place
-
-
-def _columns(buffer: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Columns of a contiguous [rows, heads, columns, ...] as [rows * heads, elements]."""
-    rows, heads, capacity = buffer.shape[:3]
-    width = buffer.shape[3:].numel()
-    return buffer.view(rows * heads, capacity * width)[:, first * width : last * width]

@@ -14,7 +14,7 @@ The cache itself is transformers' DynamicCache whose layers are `KvLayer`s, so `
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,14 @@ _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).paramete
 
 
 @dataclass(slots=True)
+class HostWrites:
+    """Who wrote to a cache's columns in CPU memory."""
+
+    arriving: Any = None  # the point at which all that was sent there has arrived
+    changes: int = 0  # how often others than decode steps wrote
+
+
+@dataclass(slots=True)
 class KvCommon:
     """What the layers of one cache share."""
 
@@ -44,7 +52,7 @@ class KvCommon:
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
     spec: ModelSpec | None = None  # of the model whose calls they are, that very object
     host: HostKv | None = None  # where the last rows' keys and values go; None: no row's
-    arriving: Any = None  # the point at which all that was sent there has arrived
+    writes: HostWrites = field(default_factory=HostWrites)
     share: GpuShare | None = None  # the rows whose place is not there
 
     def __deepcopy__(self, memo: Any) -> KvCommon:
@@ -65,7 +73,7 @@ class KvCommon:
 
     def settle(self) -> None:
         """Return when the host may read what is in CPU memory."""
-        point, self.arriving = self.arriving, None
+        point, self.writes.arriving = self.writes.arriving, None
         if point is not None and self.host is not None:
             self.host.copies.synchronize(point)
 
@@ -204,6 +212,7 @@ class KvLayer(CacheLayerMixin):
             above[:, :, self.length : end] = states[:split]
             if below is not None:
                 self.common.settle()
+                self.common.writes.changes += 1
                 below.write(self.length, states[split:])
         self.length = end
         keys, values = self.keys, self.values
@@ -259,6 +268,7 @@ class KvLayer(CacheLayerMixin):
             up, down = [_first(x, rows, self.length) for x in above], []
         else:  # from both sides to both sides
             self.common.settle()
+            self.common.writes.changes += 1
             rows = rows.cpu()
             sides = list(zip(above, under, strict=True))
             up = [self._raised(*pair, rows[: count - below]) for pair in sides]

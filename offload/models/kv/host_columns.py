@@ -1,7 +1,8 @@
-"""Keys, or values, of some sequences in CPU memory: as they were computed, or as int8."""
+"""Keys, or values, of sequences in CPU memory, or on their way up: as computed, or as int8."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from offload.kernels.call import current_stream
 from offload.kernels.quantize_rows import QuantizeRows
+from offload.store.layout import align
 
 SCALE = torch.float32
 
@@ -52,6 +54,11 @@ class HostColumns:
         scales = None if self.scales is None else self.scales[rows]
         return HostColumns(self.stored[rows], scales, self.dtype)
 
+    def part(self, rows: slice, heads: slice) -> HostColumns:
+        """Some heads of some rows, likewise."""
+        scales = None if self.scales is None else self.scales[rows, heads]
+        return HostColumns(self.stored[rows, heads], scales, self.dtype)
+
     def read(self, columns: int) -> torch.Tensor:
         """The first columns of all rows, on the CPU: a view, or numbers made of int8."""
         codes = self.stored[:, :, :columns]
@@ -69,6 +76,12 @@ class HostColumns:
         self.stored[:, :, columns] = codes
         self.scales[:, :, columns] = scales
 
+    def beside(self, other: HostColumns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What of both corresponds: numbers, or codes and then scales."""
+        yield self.stored, other.stored
+        if self.scales is not None and other.scales is not None:
+            yield self.scales, other.scales
+
     def take(self, other: HostColumns, columns: int) -> None:
         """The first columns of as many rows, as they are stored there."""
         self.stored[:, :, :columns] = other.stored[:, :, :columns]
@@ -81,6 +94,35 @@ class HostColumns:
         if scales is not None:
             scales = scales[:, :, :columns].index_select(0, rows)
         return HostColumns(self.stored[:, :, :columns].index_select(0, rows), scales, self.dtype)
+
+
+def halves(
+    memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, int8: bool, step: int = 1
+) -> tuple[HostColumns, HostColumns]:
+    """Keys and values of that shape in bytes of any content, each tensor at a multiple of `step`
+    from the first.
+    """
+    place = 0
+
+    def part(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal place
+        first, last = place, place + torch.Size(shape).numel() * dtype.itemsize
+        place = -(-last // step) * step
+        return memory[first:last].view(dtype).view(shape)
+
+    # Scales are ahead of what may end at any byte.
+    scales = [part(shape[:-1], SCALE) if int8 else None for _ in range(2)]
+    stored = [part(shape, torch.int8 if int8 else dtype) for _ in range(2)]
+    keys, values = map(HostColumns, stored, scales, (dtype, dtype))
+    return keys, values
+
+
+def halves_bytes(shape: tuple[int, ...], dtype: torch.dtype, int8: bool) -> int:
+    """What `halves` of a compute device take there, where each tensor is aligned."""
+    parts = [torch.Size(shape).numel() * (torch.int8 if int8 else dtype).itemsize]
+    if int8:
+        parts.append(torch.Size(shape[:-1]).numel() * SCALE.itemsize)
+    return 2 * sum(map(align, parts))
 
 
 def quantised(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

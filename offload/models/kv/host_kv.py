@@ -12,7 +12,7 @@ import torch
 from offload import aio
 from offload.errors import BudgetError
 from offload.memory_limits import host_memory_available
-from offload.models.kv.host_columns import SCALE, HostColumns
+from offload.models.kv.host_columns import HostColumns, halves
 from offload.row_copies import RowCopies
 from offload.sizes import format_size
 
@@ -33,9 +33,12 @@ class HostKv:
         copies: RowCopies,
         lock: Literal["auto", False],
         int8: bool = False,
+        streamed: bool = False,
     ) -> None:
-        """`int8`: codes are kept, with a scale a token and head; else the model's numbers."""
-        self.int8 = int8
+        """`int8`: codes are kept, with a scale a token and head; else the model's numbers.
+        `streamed`: they come up for attention, to which CPU cores see otherwise.
+        """
+        self.int8, self.streamed = int8, streamed
         self.gpu_sequences = gpu_sequences
         self.copies = copies
         self.pageable = ""  # why a block could not be pinned, if so
@@ -127,18 +130,7 @@ class HostBlock:
         self, shape: tuple[int, ...], dtype: torch.dtype, int8: bool = False
     ) -> tuple[HostColumns, HostColumns]:
         """Keys and values of that shape, with any content."""
-        place = 0
-
-        def part(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            nonlocal place
-            first, place = place, place + torch.Size(shape).numel() * dtype.itemsize
-            return self._buffer.tensor()[first:place].view(dtype).view(shape)
-
-        # Scales are ahead of what may end at any byte.
-        scales = [part(shape[:-1], SCALE) if int8 else None for _ in range(2)]
-        stored = [part(shape, torch.int8 if int8 else dtype) for _ in range(2)]
-        keys, values = map(HostColumns, stored, scales, (dtype, dtype))
-        return keys, values
+        return halves(self._buffer.tensor(), shape, dtype, int8)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a cache has tensors of its own, and no block."""

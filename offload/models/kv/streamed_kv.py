@@ -1,0 +1,245 @@
+"""Keys and values in CPU memory on their way up to the compute device, which attends to them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from offload.models.kv.host_columns import HostColumns, halves_bytes
+from offload.models.kv.host_kv import HostKv
+from offload.sizes import format_size
+from offload.store import POISON, POISON_BYTE
+from offload.trace import Trace
+
+# Keys and values of one piece. A millisecond of a PCIe 5 link: long beside what issuing it takes,
+# and short beside a layer of a long context, so that the last piece's attention is soon done.
+PIECE_BYTES = 64 << 20
+PLACES = 2
+KEPT_STEPS = 256
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
+Piece = tuple[slice, slice]  # rows, KV heads
+
+
+def pieces_of(rows: int, heads: int, head_bytes: int) -> list[Piece]:
+    """What of a layer comes up at once: whole sequences, or some heads of one where that takes more
+    than PIECE_BYTES; one head, of `head_bytes`, at least.
+    """
+    sequences, some = PIECE_BYTES // (heads * head_bytes), max(1, PIECE_BYTES // head_bytes)
+    if sequences:
+        return [(slice(*span), slice(0, heads)) for span in evenly(0, rows, sequences)]
+    spans = list(evenly(0, heads, some))
+    return [(slice(row, row + 1), slice(*span)) for row in range(rows) for span in spans]
+
+
+def place_bytes(
+    rows: int, shapes: Iterable[tuple[int, int]], columns: int, dtype: torch.dtype, int8: bool
+) -> tuple[int, int]:
+    """What pieces take on the compute device: the largest as it comes up, and as it is made whole
+    where it is int8. Of `rows` sequences of so many columns, in layers of these (KV heads,
+    head_dim).
+    """
+    most = whole = 0
+    for heads, width in set(shapes):
+        head_bytes = 2 * HostColumns.nbytes((1, 1, columns, width), dtype, int8)
+        for piece in pieces_of(rows, heads, head_bytes):
+            shape = *(part.stop - part.start for part in piece), columns, width
+            most = max(most, halves_bytes(shape, dtype, int8))
+            if int8:
+                whole = max(whole, halves_bytes(shape, dtype, False))
+    return most, whole
+
+
+def places_bytes(
+    rows: int, shapes: Iterable[tuple[int, int]], columns: int, dtype: torch.dtype, int8: bool
+) -> int:
+    """All that such sequences take there."""
+    most, whole = place_bytes(rows, shapes, columns, dtype, int8)
+    return PLACES * most + whole
+
+
+class Wanted(NamedTuple):
+    """A piece as a decode step wants it."""
+
+    owner: object  # whose calls read it
+    layer: int
+    number: int  # of the piece
+    past: int  # columns that were kept before the step
+    changes: int  # of columns that were kept, so far, by others than decode steps
+
+
+class Source(Protocol):
+    """Whose keys and values come up."""
+
+    count: int  # of sequences
+
+    @property
+    def arriving(self) -> Any:
+        """The point at which all that was sent down has arrived."""
+
+    def pairs(self, wanted: Wanted, place: int) -> Pairs:
+        """What goes where for a piece in a place."""
+
+
+@dataclass(slots=True)
+class _Load:
+    wanted: Wanted
+    place: int
+    point: Any
+    nbytes: int
+
+
+@dataclass(slots=True)
+class StreamedWork:
+    """What came up for decode steps so far."""
+
+    steps: int = 0  # that had such rows
+    sequences: int = 0  # of the latest one
+    latest: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # bytes of each
+
+    @property
+    def typical_bytes(self) -> int | None:
+        """Of a step, the median of the latest; None before there was one."""
+        return int(statistics.median(self.latest)) if self.latest else None
+
+    def __str__(self) -> str:
+        """One line; empty before there was a step."""
+        found = self.typical_bytes
+        if found is None:
+            return ""
+        return (
+            f"attention on the compute device to {self.sequences} sequences in CPU memory: "
+            f"{format_size(found)} of keys and values come up in a step (median of "
+            f"{len(self.latest)} steps)"
+        )
+
+
+class StreamedKv:
+    """The places on the compute device through which keys and values pass, piece by piece.
+
+    Decode steps take pieces in one order, and those that come next are asked for ahead as far as
+    places are free, over layers and from a step to the next one. What came ahead is used only where
+    it is the very next that is taken, and as it is in CPU memory by then; else all of it is
+    forgotten: a wrong guess costs the link its bytes, never an answer. Several caches that take
+    turns, layer by layer, guess nothing beyond a layer.
+
+    Compute streams that take turns share the places: what reads one is waited for.
+    """
+
+    def __init__(
+        self,
+        host: HostKv,
+        device: torch.device,
+        trace: Callable[[], Trace | None] = lambda: None,
+    ) -> None:
+        self.work = StreamedWork()
+        self.places: list[torch.Tensor] = []  # uint8; another list when they lie elsewhere
+        self.whole = torch.empty(0, dtype=torch.uint8, device=device)  # for a piece made of int8
+        self._host, self._device, self._trace = host, device, trace
+        self._poison = os.environ.get(POISON) == "1"
+        self._free: list[Any] = [None] * PLACES  # the point after a place's last use
+        self._loads: deque[_Load] = deque()  # asked for ahead, in order
+        self._latest: Any = None  # the point of the last load
+        self._taken: int | None = None  # the place that is in use
+        self._turn = 0  # the place of the next load
+        self._at: Wanted | None = None  # the piece that was taken last
+        self._alone = True  # whether the layer before was of the same owner
+
+    def reserve(self, nbytes: int, whole: int) -> None:
+        """Room for pieces of so many bytes, and for one that is made whole. Calls made for the old
+        places must be made anew.
+        """
+        if self.places and nbytes <= self.places[0].numel() and whole <= self.whole.numel():
+            return
+        self._settle()
+        nbytes = max(nbytes, self.places[0].numel() if self.places else 0)
+        whole = max(whole, self.whole.numel())
+        self.places, self.whole = [], self.whole[:0].clone()  # first: both would be there at once
+        with torch.inference_mode(False):
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # what stays is no part of a block that is merely kept
+
+            def memory(size: int) -> torch.Tensor:
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+            self.whole = memory(whole)
+            self.places = [memory(nbytes) for _ in range(PLACES)]
+        self._free = [self._host.copies.mark()] * PLACES
+
+    def _settle(self) -> None:
+        """What is computed from now on has the places to itself."""
+        self._loads.clear()
+        for point in (*self._free, self._latest):
+            self._host.copies.wait(point)
+
+    def take(self, wanted: Wanted, source: Source) -> int:
+        """The place that holds the piece, for what is computed from now on. Pair with `give_back`,
+        unless the pass breaks off.
+        """
+        if self._taken is not None:
+            self.give_back()
+        before, self._at = self._at, wanted
+        if not wanted.number:
+            self._alone = before is None or before.owner is wanted.owner
+        if self._loads and self._loads[0].wanted == wanted:
+            load = self._loads.popleft()
+        else:
+            self._loads.clear()
+            load = self._load(wanted, source)
+        self._taken = load.place
+        if not (wanted.layer or wanted.number):
+            self.work.steps, self.work.sequences = self.work.steps + 1, source.count
+            self.work.latest.append(0)
+        if self.work.latest:
+            self.work.latest[-1] += load.nbytes
+        trace = self._trace()
+        if trace is not None:
+            trace.rises()
+        self._host.copies.wait(load.point)
+        if trace is not None:
+            trace.risen()
+        return load.place
+
+    def ahead(self, following: Iterator[Wanted], source: Source) -> None:
+        """Ask for what is taken next, as far as places are free."""
+        asked = len(self._loads)
+        for wanted in islice(following, asked, PLACES - (self._taken is not None)):
+            if not self._alone and self._at is not None and wanted.layer != self._at.layer:
+                return
+            self._loads.append(self._load(wanted, source))
+
+    def give_back(self) -> None:
+        """What was issued so far is the last that reads the place."""
+        place, self._taken = self._taken, None
+        if place is None:
+            return
+        if self._poison:  # in tests: whoever reads what did not come up finds NaN
+            self.places[place].fill_(POISON_BYTE)
+        self._free[place] = self._host.copies.mark()
+
+    def _load(self, wanted: Wanted, source: Source) -> _Load:
+        place, self._turn = self._turn, (self._turn + 1) % PLACES
+        pairs = source.pairs(wanted, place)
+        after = self._free[place], source.arriving
+        self._latest = self._host.copies.prefetch(pairs, after)
+        return _Load(wanted, place, self._latest, sum(target.nbytes for target, _ in pairs))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._settle()
+        self.places, self.whole = [], self.whole[:0].clone()
+
+
+def evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Spans of `most` at most, of sizes that differ by one at most."""
+    count = -(-(last - first) // most)
+    for i in range(count):
+        size = last - first
+        yield first + i * size // count, first + (i + 1) * size // count
