@@ -248,6 +248,33 @@ def test_models(machine: str, model: str, tokens: int) -> None:
     run(machine, {**s, "batch": 3 if tokens == 1 else rows}, capacity=64)
 
 
+# Heads that are rotated in part, in every way that their packs may lie beside each other.
+IN_PART: dict[str, dict[str, Any]] = {
+    "grouped": {"heads": 4, "kv_heads": 4, "head_dim": 96, "rotary_dim": 24, "grouped": True},
+    "groups of queries": {"heads": 6, "kv_heads": 2, "head_dim": 64, "rotary_dim": 16},
+    "grouped queries": {"heads": 6, "kv_heads": 2, "head_dim": 64, "rotary_dim": 32},
+    "one key": {"heads": 5, "kv_heads": 1, "head_dim": 128, "rotary_dim": 120},
+    "across warps": {"heads": 4, "kv_heads": 4, "head_dim": 80, "rotary_dim": 32},
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", IN_PART)
+def test_more_rows_than_l2_holds(machine: str, dtype: torch.dtype, bias: bool, name: str) -> None:
+    """Threads with several rows: of two sequences, beyond the last one, outside of the cache."""
+    s = {"grouped": name == "grouped queries", **IN_PART[name], "dtype": dtype, "bias": bias}
+    s |= {"interleaved": False, "norm": None, "q_only": False, "weight_offset": 0.0, "offset": 0}
+    s |= {"shared_angles": bias, "shared_column": False, "heads_first": bias, "one_buffer": True}
+    s |= {"padding": 16, "seed": 5, "variant": 0}
+    tokens = 67
+    if machine == "cuda":  # a real L2
+        tokens = 403
+        s |= {"heads": 32 * s["heads"], "kv_heads": 32 * s["kv_heads"]}
+    run(machine, {**s, "tokens": tokens, "batch": 3}, capacity=tokens - 3)
+
+
 def test_layouts_are_what_they_say() -> None:
     apart, grouped = QkvLayout.apart(6, 2, 4), QkvLayout.grouped(6, 2, 4)
     assert (apart.width, apart.k_offset, apart.v_offset) == (40, 24, 32)

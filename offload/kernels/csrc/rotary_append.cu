@@ -1,6 +1,9 @@
-// From a row of a QKV product to rotated queries and to the cache, in one pass: by whole packs, or,
-// where heads are no packs or do not lie at multiples of them, element by element.
+// From a row of a QKV product to rotated queries and to the cache, in one pass: by packs, in the
+// form that costs the call's heads the fewest instructions, or, where heads are no packs or do not
+// lie at multiples of them, element by element.
+#include "rotary_append_columns.cuh"
 #include "rotary_append_packs.cuh"
+#include "rotary_append_pairs.cuh"
 
 namespace offload {
 namespace {
@@ -215,7 +218,9 @@ OFFLOAD_API int offload_rotary_append(const OffloadRotaryAppend* arguments, void
     if (device.index < 0) return -1;
     return by_dtype("rotary_append", x.dtype, [&](auto element) {
         using T = decltype(element);
-        return in_packs<T>(x) ? launch_append_packs<T>(x, device, stream)
-                              : launch_elements<T>(x, device.multiprocessors, stream);
+        if (!in_packs<T>(x)) return launch_elements<T>(x, device.multiprocessors, stream);
+        if (in_pairs<T>(x)) return launch_append_pairs<T>(x, device, stream);
+        if (in_columns<T>(x, device)) return launch_append_columns<T>(x, device, stream);
+        return launch_append_packs<T>(x, device, stream);
     });
 }
