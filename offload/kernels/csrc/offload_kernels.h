@@ -93,8 +93,8 @@ typedef struct {
     int32_t interleaved;  // 1: pairs (2i, 2i + 1), as GPT-J; 0: halves (i, i + rotary_dim / 2)
     int32_t dtype;
     int32_t launch_early;
-    int32_t variant;  // the most heads of a thread, 1 to 8, if it has several of a row; 0: chosen by
-                      // the library
+    int32_t variant;  // the most heads of a thread, 1 to 8, if it has several of a row; 0: chosen
+                      // by the library
 } OffloadRotaryAppend;
 
 // output = act(input + bias), or with a gate act(gate + bias) * (up + bias), where a row of input
