@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from offload.commands import COMMANDS
 from offload.version import __version__
 
 DEBUG = "OFFLOAD_DEBUG"  # set to 1 to see where an error came from
-FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell reports them
+FAILED = 2  # exit codes; those of signals are as a shell reports them
+INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OSError("standard output is closed: there is nowhere to write the result")
         args = build_parser().parse_args(argv)
         _plain_messages()
-        code = args.execute(args)
+        with _terminated_in_order():
+            code = args.execute(args)
         sys.stdout.flush()
         return code
     except SystemExit as end:  # argparse: --help, --version, a bad argument
@@ -65,6 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"offload: error: {_one_line(error)}", file=sys.stderr)
         return FAILED
+
+
+@contextlib.contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: what it made for itself, such as the gigabytes that a
+    benchmark reads, is removed.
+    """
+
+    def end(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not in the main thread: the program is somebody's function
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_for_the_user(error: Exception) -> bool:

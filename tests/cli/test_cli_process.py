@@ -90,3 +90,14 @@ def test_ctrl_c_ends_it_at_once(chat_model: Path) -> None:
     assert time.monotonic() - stopped < 20
     assert process.returncode == 130
     assert "Traceback" not in err and err.endswith("offload: interrupted\n")
+
+
+def test_a_terminated_benchmark_removes_its_file(tmp_path: Path) -> None:
+    process = cli("bench", "nvme", tmp_path, "--max-size", "256MiB", "--rounds", 10000)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
