@@ -103,6 +103,8 @@ def folder_profile(folder: Path, dtype: torch.dtype | None = None) -> ModelProfi
     """Of a checkpoint folder: its config, and the headers of its files only where that names no
     dtype. Raises CheckpointError and UnsupportedError.
     """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is no checkpoint folder: it has no config.json")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (KeyError, OSError, TypeError, ValueError) as error:
