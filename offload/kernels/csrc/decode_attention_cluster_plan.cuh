@@ -37,6 +37,7 @@ constexpr int kLeastStrips = 8;
 constexpr int kFewStrips = 4, kManyStrips = 16;  // of a warp, where a CTA has four
 constexpr int kLongStrips = 48;                  // of a multiprocessor
 constexpr int kMergedAtOnce = 8;                 // clusters of an item
+constexpr int kManyParts = 4;                    // CTAs of an item
 constexpr int kManyTurns = 12;                   // items of a multiprocessor
 constexpr int64_t kBytesUnderWay = 128 << 10;    // of a multiprocessor, at least
 
@@ -108,16 +109,20 @@ inline ClusterShape shape_of_many(int64_t items, int strips, int64_t strip_bytes
 }
 
 // The quickest shapes that were measured (on an H200: 132 multiprocessors) for few `items` of so
-// many strips and queries. Where all multiprocessors have much to read: a CTA on each that reads as
-// much at once as there is room for, in clusters as small as leave an item no more of them than are
-// merged at once. Elsewhere: about a CTA a multiprocessor, and no second round of them; with more
-// warps where there is more to merge.
+// many strips and queries. Where all multiprocessors have much to read: a CTA on each, in clusters
+// as small as leave an item no more of them than are merged at once, and a cluster an item where
+// two CTAs are what it gets. These read as much at once as there is room for; where an item has
+// many parts, 128 KB by as few warps as can, since these too are merged. Elsewhere: about a CTA a
+// multiprocessor, and no second round of them; with more warps where there is more to merge.
 inline ClusterShape cluster_shape(int64_t items, int strips, int head_dim, int queries,
                                   const Device& device) {
     const int most = device.multiprocessors;
     if (items * strips >= static_cast<int64_t>(most) * kLongStrips) {
-        int cluster = 1;
+        int cluster = most / items == 2 ? 2 : 1;
         while (cluster < kMostCluster && most / cluster / items > kMergedAtOnce) cluster *= 2;
+        const bool many_parts = cluster > 1 || most / items > kManyParts;
+        if (many_parts && head_dim <= 64) return {cluster, 8, 4};
+        if (cluster > 1 && head_dim == 128) return {cluster, 4, 4};
         return {cluster, head_dim > 128 ? 4 : 8, 3};
     }
     ClusterShape shape = {8, 4, 3};
