@@ -68,7 +68,7 @@ struct HalfTiles {  // of bf16, with pieces of bf16
     typedef uint16_t T;
     typedef V Sums;
     static constexpr int columns = 16;
-    static constexpr int together = 128;
+    static constexpr int together = 64;
     static constexpr Costs costs = {10, 17, 2000};
     static float encode_query(const float* from, int count, char* to, int64_t apart) {
         uint16_t* const high = reinterpret_cast<uint16_t*>(to);
