@@ -20,7 +20,9 @@ from offload.sizes import format_size
 UNLIMITED = 1 << 62
 TIE = 0.03  # a model of time tells no finer: within it the simpler plan is taken
 STARTS = 8  # kinds of plans that are searched closely
-SPARE_LOAD = 0.005  # what a second load ahead may cost: it absorbs what the model does not see
+# What is taken though a prediction says that it costs so much, as it absorbs what no model of time
+# sees: a second load ahead, and more rows of prompts at once, which are less for a host to issue.
+SPARE_LOAD, MORE_ROWS = 0.005, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +131,19 @@ class _Search:
                 setting = self._space.complete(trial)
                 if setting is None or not self._reachable(setting):
                     continue
-                wanted = here.score(self._goal) * self._threshold(here.setting, setting)
+                wanted = here.score(self._goal)
+                if trial.rows == point.rows:
+                    wanted *= self._threshold(here.setting, setting)
+                else:
+                    wanted *= 1 - MORE_ROWS if trial.rows > point.rows else 1 + 2 * MORE_ROWS
                 if self._bound(setting) <= wanted:
                     continue
                 there = self._offer(setting)
                 if there.score(self._goal) > wanted:
                     point, here, moved = trial, there, True
+        best = self._best[here.setting.kind]
+        if here.score(self._goal) >= best.score(self._goal) * (1 - SPARE_LOAD - MORE_ROWS):
+            self._best[here.setting.kind] = here
 
     def _threshold(self, old: Setting, new: Setting) -> float:
         """How many times better a neighbour must be."""
