@@ -177,6 +177,8 @@ def run(
         )
         network = build(checkpoint)
         if wishes is not None:
+            own_tier_modules(network, config.tiers)  # these may refuse, and quantising takes long
+            _choose_engine(network, config)
             home = _pack_home(config)
             checkpoint = quantised_checkpoint(network, checkpoint, wishes, home, config.compute)
             network = build(checkpoint)
@@ -223,7 +225,7 @@ def offload_built(
     spec, engine_reason = _choose_engine(network, config)
     parts = take_apart(network, own_tier, adjacent(network, spec) if spec is not None else None)
     io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
-    placed = place(network, parts, spec, engine_reason, checkpoint, _pack_home(config), config, io)
+    placed = place(network, parts, spec, checkpoint, _pack_home(config), config, io)
     config, plan = placed.config, placed.plan
     layers, pack = _pack(parts, plan, checkpoint, config)
     store = WeightStore(layers, plan, device, io)
@@ -246,7 +248,22 @@ def offload_built(
 
 
 def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[ModelSpec | None, str]:
-    """What the fused engine is to run, or None for the model's own modules; and why."""
+    """What the fused engine is to run, or None for the model's own modules; and why.
+
+    Raises UnsupportedError where what was asked for takes the fused engine.
+    """
+    spec, why = _engine_for(network, config)
+    asked = {"kv_on_cpu": config.kv_on_cpu, "kv_dtype": config.kv_dtype if config.int8_kv else ""}
+    for name, value in asked.items():
+        if value and spec is None:
+            raise UnsupportedError(
+                f"{name}={value!r} takes the fused engine, and this model runs on {why}: leave it "
+                "out, or pass engine='fused', which runs or says what stands against it"
+            )
+    return spec, why
+
+
+def _engine_for(network: PreTrainedModel, config: OffloadConfig) -> tuple[ModelSpec | None, str]:
     if config.engine == "transformers":
         return None, "the model's own modules"
     asked, compute = config.engine == "fused", config.compute

@@ -151,6 +151,8 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 def _check_path(name: str, value: object) -> None:
     if value is not None and not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path, got {value!r}")
+    if value == "":
+        raise ValueError(f"{name} is empty: leave it out for the default, or name a folder")
 
 
 def _compute_device(device: torch.device | str | int | None) -> torch.device:
@@ -163,7 +165,8 @@ def _compute_device(device: torch.device | str | int | None) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is not a device: {error}") from error
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device={device!r} is not a device: {why}") from error
     if chosen.type == "cpu":
         return torch.device("cpu")
     if chosen.type != "cuda":

@@ -59,33 +59,27 @@ def place(
     network: PreTrainedModel,
     parts: ModelParts,
     spec: ModelSpec | None,
-    engine_reason: str,
     checkpoint: Checkpoint | None,
     home: Path,
     config: OffloadConfig,
     io: Mapping[str, Any],
 ) -> Placement:
-    """Where everything goes. `spec` None: the model's own modules run it, for `engine_reason`;
-    `home` is where weights are packed, `io` the drive's tuned settings.
+    """Where everything goes. `spec` None: the model's own modules run it; `home` is where weights
+    are packed, `io` the drive's tuned settings.
 
     Raises BudgetError, with the least that would do, and UnsupportedError.
     """
-    if config.int8_kv and spec is None:
-        raise UnsupportedError(
-            f"kv_dtype={config.kv_dtype!r} takes the fused engine, and this model runs on "
-            f"{engine_reason}"
-        )
     untuned = {"block_size": CHUNK_BYTES, "queue_depth": IN_FLIGHT[config.compute.type]}
     io = {**untuned, **io}
     if config.goal is None:
-        kv_cpu_bytes = _kv_cpu_bytes(network, spec, config, engine_reason)
+        kv_cpu_bytes = _kv_cpu_bytes(network, spec, config)
         plan, rows = _filled(network, parts, spec, kv_cpu_bytes, config, io)
         return Placement(plan, rows, config, kv_cpu_bytes)
     extents = checkpoint.tensors.values() if checkpoint is not None else ()
     files = list(dict.fromkeys(extent.file for extent in extents))
     budget = memory_budget(config)
     found = plan_run(network, parts, spec, config, budget, files, home, io)
-    kv_cpu_bytes = _kv_cpu_bytes(network, spec, found.config, engine_reason)
+    kv_cpu_bytes = _kv_cpu_bytes(network, spec, found.config)
     return Placement(found.plan, found.prefill_rows, found.config, kv_cpu_bytes, found.planned)
 
 
@@ -106,6 +100,9 @@ def own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> lis
             f"device_map names parts of a layer: {', '.join(map(repr, inside))}; what moves is the "
             f"whole layer"
         )
+    if tiers:
+        for layer in layers:
+            _tier_of(layer, tiers)
     return [
         name
         for name, tier in tiers.items()
@@ -216,17 +213,10 @@ def _length(network: PreTrainedModel, config: OffloadConfig) -> int:
     return config.max_length or min(ModelShape.of(network.config).max_length, DEFAULT_LENGTH)
 
 
-def _kv_cpu_bytes(
-    network: PreTrainedModel, spec: ModelSpec | None, config: OffloadConfig, engine_reason: str
-) -> int:
+def _kv_cpu_bytes(network: PreTrainedModel, spec: ModelSpec | None, config: OffloadConfig) -> int:
     """CPU memory for keys and values; raises UnsupportedError where none can be used."""
-    if not config.kv_on_cpu:
+    if not config.kv_on_cpu or spec is None:
         return 0
-    if spec is None:
-        raise UnsupportedError(
-            f"kv_on_cpu={config.kv_on_cpu} takes the fused engine, and this model runs on "
-            f"{engine_reason}"
-        )
     problem = None if config.streamed_kv else why_not_on_cpu(spec, network.dtype)
     if problem is None and not config.streamed_kv and config.compute.type != "cpu":
         problem = why_not_host()

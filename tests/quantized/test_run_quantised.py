@@ -76,6 +76,25 @@ def test_what_is_quantised_already(source: Source, tmp_path: Path) -> None:
         offload.run(out, device="cpu", quantization="int4")
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device_map": {"nope": "cpu"}}, ValueError, "does not have: 'nope'"),
+        ({"device_map": {"model.layers.0": "cpu"}}, ValueError, "gives 'model.layers.1' no place"),
+        ({"kv_on_cpu": 1}, UnsupportedError, "kv_on_cpu=1 takes the fused engine.* pass engine="),
+    ],
+)
+def test_what_is_refused_is_refused_before_quantising(
+    source: Source, tmp_path: Path, options: dict[str, Any], error: type, message: str
+) -> None:
+    home = tmp_path / "home"
+    with pytest.raises(error, match=message):
+        offload.run(
+            source("llama"), device="cpu", quantization="int4", offload_folder=home, **options
+        )
+    assert not home.exists()
+
+
 def test_what_cannot_be_asked_for(source: Source, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'int7' is no format"):
         offload.run("/no/such/model", device="cpu", quantization="int7")
