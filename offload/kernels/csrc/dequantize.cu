@@ -452,25 +452,9 @@ __device__ __forceinline__ float scale_of(uint32_t both, int p, int dtype) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(both >> 16 * p)));
 }
 
-// Both halves of a lane's 64 columns of row g, `row`: lanes of even and odd rows take turns, so
-// that 8 lanes write whole lines of 128 bytes.
-template <typename T>
-__device__ __forceinline__ void store_pairs(T* row, int64_t stride, int g, int t,
-                                            const float (&x)[2][kUnit]) {
-    const bool odd = g % 2 != 0;
-    const Pack<T, kUnit> own = from_floats<T, kUnit>(x[odd ? 1 : 0]);
-    Pack<T, kUnit> other = from_floats<T, kUnit>(x[odd ? 0 : 1]);
-#pragma unroll
-    for (uint32_t& word : other.words)
-        word = __float_as_uint(__shfl_xor_sync(0xffffffffu, __uint_as_float(word), 4));
-    T* to = row + 32 * odd + kUnit * t;
-    store_once<T, kUnit>(odd ? to - stride : to, odd ? other : own);
-    store_once<T, kUnit>(odd ? to : to + stride, odd ? own : other);
-}
-
 // Panels: kUnits a warp, whose neighbours have the next columns of the same rows.
 template <typename T, int kBits, int kUnits>
-__global__ void __launch_bounds__(kThreads, kUnits == 2 ? 4 : 2)
+__global__ void __launch_bounds__(kThreads, kUnits == 2 ? 4 : 6)
     dequantize_panels_kernel(const OffloadDequantize a, const Divisors d, int count) {
     constexpr int kWarps = kThreads / 32, kHalves = kBits == 4 ? 2 : 1;
     constexpr int kColumns = 32 * kHalves;
@@ -509,28 +493,21 @@ __global__ void __launch_bounds__(kThreads, kUnits == 2 ? 4 : 2)
         const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
         T* to = output + (static_cast<int64_t>(tile[i]) * kPanelRows + g) * a.output_stride + k[i];
 #pragma unroll
-        for (int p = 0; p < 2; ++p) {
-            float x[kHalves][kUnit];
+        for (int p = 0; p < 2; ++p)
 #pragma unroll
             for (int h = 0; h < kHalves; ++h) {
                 const float origin = kMagic + zero_of<kBits>(zeros[i][h], p);
                 const float scale = scale_of(scales[i][h], p, a.scale_dtype);
+                float x[kUnit];
 #pragma unroll
                 for (int c = 0; c < kUnit; ++c) {
                     const uint32_t code =
                         kBits == 4 ? words[2 * h + c / 4] >> (8 * panel_byte(c % 4) + 4 * p) & 15u
                                    : words[2 * (c / 4) + p] >> 8 * panel_byte(c % 4) & 255u;
-                    x[h][c] = (magic(code) - origin) * scale;
+                    x[c] = (magic(code) - origin) * scale;
                 }
+                store_unit(to + p * (kPanelRows / 2) * a.output_stride + 32 * h + kUnit * t, x);
             }
-            T* row = to + p * (kPanelRows / 2) * a.output_stride;
-            if constexpr (kHalves == 2 && sizeof(T) == 2) {
-                store_pairs(row, a.output_stride, g, t, x);
-            } else {
-#pragma unroll
-                for (int h = 0; h < kHalves; ++h) store_unit(row + 32 * h + kUnit * t, x[h]);
-            }
-        }
     }
 }
 
@@ -714,10 +691,10 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
         const bool narrow = a.code == OFFLOAD_UINT4;
         d.units = Divisor(a.depth / (narrow ? 64 : 32));
         const int count = a.rows / kPanelRows * d.units.by;
-        const int units = a.variant == 1 ? 4 : 2;
+        const int units = a.variant == 1 ? 1 : 2;
         const int64_t blocks = (count - 1ll) / (kThreads / 32 * units) + 1;
-        const auto kernel = a.variant == 1 ? narrow ? dequantize_panels_kernel<T, 4, 4>
-                                                    : dequantize_panels_kernel<T, 8, 4>
+        const auto kernel = a.variant == 1 ? narrow ? dequantize_panels_kernel<T, 4, 1>
+                                                    : dequantize_panels_kernel<T, 8, 1>
                             : narrow       ? dequantize_panels_kernel<T, 4, 2>
                                            : dequantize_panels_kernel<T, 8, 2>;
         return launch("dequantize", kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
