@@ -452,11 +452,14 @@ __device__ __forceinline__ float scale_of(uint32_t both, int p, int dtype) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(both >> 16 * p)));
 }
 
+// Panels of a warp.
+constexpr int panel_units(int bits) { return bits == 4 ? 4 : 2; }
+
 // Panels: kUnits a warp, whose neighbours have the next columns of the same rows.
-template <typename T, int kBits, int kUnits>
-__global__ void __launch_bounds__(kThreads, kUnits == 2 ? 4 : 6)
+template <typename T, int kBits>
+__global__ void __launch_bounds__(kThreads, kBits == 4 ? 3 : 4)
     dequantize_panels_kernel(const OffloadDequantize a, const Divisors d, int count) {
-    constexpr int kWarps = kThreads / 32, kHalves = kBits == 4 ? 2 : 1;
+    constexpr int kUnits = panel_units(kBits), kWarps = kThreads / 32, kHalves = kBits == 4 ? 2 : 1;
     constexpr int kColumns = 32 * kHalves;
     let_next_kernel_begin();
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -691,12 +694,10 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
         const bool narrow = a.code == OFFLOAD_UINT4;
         d.units = Divisor(a.depth / (narrow ? 64 : 32));
         const int count = a.rows / kPanelRows * d.units.by;
-        const int units = a.variant == 1 ? 1 : 2;
-        const int64_t blocks = (count - 1ll) / (kThreads / 32 * units) + 1;
-        const auto kernel = a.variant == 1 ? narrow ? dequantize_panels_kernel<T, 4, 1>
-                                                    : dequantize_panels_kernel<T, 8, 1>
-                            : narrow       ? dequantize_panels_kernel<T, 4, 2>
-                                           : dequantize_panels_kernel<T, 8, 2>;
+        const int units = kThreads / 32 * panel_units(narrow ? 4 : 8);
+        const auto kernel =
+            narrow ? dequantize_panels_kernel<T, 4> : dequantize_panels_kernel<T, 8>;
+        const int64_t blocks = (count - 1ll) / units + 1;
         return launch("dequantize", kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
                       stream, a.launch_early, a, d, count);
     }
