@@ -23,9 +23,9 @@ class Ahead {
     Ahead(const Job& job)
         : job_(job), kind_(job.call.prefetch), distance_(job.call.prefetch_distance) {}
 
-    // An item begins, which takes `time`, of which its keys take `key_time`. Where they are read
-    // faster than memory gives them the lines that are asked for come closer, until values are
-    // read, which takes longer: at an item's end they are so far ahead that `distance` is left.
+    // An item begins, which takes `time`, of which its keys take `key_time`. They are read faster
+    // than memory gives lines, values more slowly: lines are asked for so far ahead at an item's
+    // end that `distance` of it is left when the next one's keys are read.
     void enter(const Item& item, int64_t key_time, int64_t time) {
         if (kind_ == OFFLOAD_HOST_PREFETCH_NONE) return;  // a rate of zero
         const bool first = !followed_;
@@ -75,7 +75,8 @@ class Ahead {
         const int64_t bytes = columns * c.head_dim * offload_host::element_bytes(c.cache_dtype);
         const int64_t scales = item.key_scales == nullptr || c.read_only ? 0 : 4 * columns;
         const int64_t element = offload_host::element_bytes(c.query_dtype);
-        const int64_t queries = c.read_only ? 0 : job_.group * c.query_head_stride * element;
+        const bool together = c.query_head_stride == c.head_dim && !c.read_only;
+        const int64_t queries = together ? job_.group * c.head_dim * element : 0;
         const int64_t query =
             item.row * c.query_batch_stride + int64_t(item.head) * job_.group * c.query_head_stride;
         lines[0] = {at(c.query) + query * element, queries};
