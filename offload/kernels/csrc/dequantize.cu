@@ -452,14 +452,14 @@ __device__ __forceinline__ float scale_of(uint32_t both, int p, int dtype) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(both >> 16 * p)));
 }
 
-// Panels of a warp.
-constexpr int panel_units(int bits) { return bits == 4 ? 4 : 2; }
+constexpr int kPanels4 = 4, kPanels8 = 2;  // of codes of 4 and of 8 bits, a warp
 
 // Panels: kUnits a warp, whose neighbours have the next columns of the same rows.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads, kBits == 4 ? 3 : 4)
     dequantize_panels_kernel(const OffloadDequantize a, const Divisors d, int count) {
-    constexpr int kUnits = panel_units(kBits), kWarps = kThreads / 32, kHalves = kBits == 4 ? 2 : 1;
+    constexpr int kUnits = kBits == 4 ? kPanels4 : kPanels8, kWarps = kThreads / 32,
+                  kHalves = kBits == 4 ? 2 : 1;
     constexpr int kColumns = 32 * kHalves;
     let_next_kernel_begin();
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -694,7 +694,7 @@ int launch_dequantize(const OffloadDequantize& a, void* stream) {
         const bool narrow = a.code == OFFLOAD_UINT4;
         d.units = Divisor(a.depth / (narrow ? 64 : 32));
         const int count = a.rows / kPanelRows * d.units.by;
-        const int units = kThreads / 32 * panel_units(narrow ? 4 : 8);
+        const int units = kThreads / 32 * (narrow ? kPanels4 : kPanels8);
         const auto kernel =
             narrow ? dequantize_panels_kernel<T, 4> : dequantize_panels_kernel<T, 8>;
         const int64_t blocks = (count - 1ll) / units + 1;
