@@ -114,8 +114,14 @@ def plan_run(
         max_length=config.job.length,
         kv_on_cpu=setting.cpu_sequences,
         kv_dtype=config.kv_dtype if setting.cpu_sequences else "auto",
+        kv_attention=setting.attention.value if setting.cpu_sequences else "auto",
     )
     whole = setting.prefill_rows >= setting.batch * config.job.prompt
+    if setting.decode_micro_batches > 1:
+        notes += (
+            f"planned for micro-batches of {setting.micro_batch} sequences, which share every load "
+            "of a layer: `model.offload.generate` makes them",
+        )
     return PlannedRun(
         replace(plan, notes=(*plan.notes, *notes)),
         planned,
@@ -150,9 +156,8 @@ def _engine(
     problem = why_not_on_cpu(spec, network.dtype)
     if problem is None and config.compute.type != "cpu":
         problem = why_not_host()
-    if problem is not None:
-        return replace(FUSED, cpu_kv=FUSED.cpu_kv - {CpuAttention.CPU})
-    return replace(FUSED, int8_kv=config.int8_kv)
+    without = {CpuAttention.CPU} if problem is not None else set()
+    return replace(FUSED, cpu_kv=FUSED.cpu_kv - without, int8_kv=config.int8_kv)
 
 
 def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, int]) -> Budget:

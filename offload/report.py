@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.scheduler.cost import Rates, predict_busy, predict_pass
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.plan import Plan, Tier
 from offload.scheduler.planner import Planned
 from offload.sizes import format_size
@@ -197,7 +198,9 @@ class Report:
         busy = sorted(decode.busy.items(), key=lambda pair: -pair[1])
         lines = [
             f"planned for {self.planned.goal.value}: batch {how.batch} of {job.prompt} + {job.gen} "
-            f"tokens, keys and values of {how.cpu_sequences} in CPU memory; limit: {found.limit}",
+            f"tokens, keys and values of {how.cpu_sequences} in CPU memory"
+            + (", which come up for attention" if how.attention is CpuAttention.GPU else "")
+            + f"; limit: {found.limit}",
             f"predicted: prefill {found.prefill_seconds:.3g} s, a decode step "
             f"{decode.seconds * 1e3:.4g} ms, {found.decode_rate:.4g} tokens/s",
             "predicted to work in a decode step: "

@@ -22,6 +22,7 @@ from test_kv_on_cpu import (
     generate,
     prompts,
     run,
+    steps_of,
 )
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ import offload
 from offload.errors import UnsupportedError
 from offload.measure.cache import rates_file
 from offload.measure.machine import this_machine
-from offload.models.kv import host_columns, host_kv
+from offload.models.kv import host_columns, host_kv, streamed_kv
 from offload.models.kv.cache import KvLayer, layers_of
 from offload.scheduler.hardware import Hardware
 
@@ -39,11 +40,13 @@ Folder = Callable[[str], Path]
 MOST = 1e-3
 
 
-@pytest.fixture(scope="module")
-def model(variant_folder: Folder) -> Iterator[PreTrainedModel]:
+@pytest.fixture(scope="module", params=["cpu", "gpu"])
+def model(variant_folder: Folder, request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    """CPU cores attend to what is in CPU memory, or the compute device as it comes up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_POISON", "1")
-        with run(variant_folder("llama"), kv_dtype="int8") as model:
+        folder, attention = variant_folder("llama"), request.param
+        with run(folder, kv_dtype="int8", kv_attention=attention) as model:
             yield model
 
 
@@ -68,8 +71,9 @@ def test_any_split_says_what_rounded_numbers_say(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.host_kv, "gpu_sequences", on_gpu)
         patch.setattr(engine, "prefill_rows", data.draw(st.sampled_from([None, 1, 2 * tokens])))
-        patch.setattr(engine.host_kv, "copies", late := LateCopies())
+        patch.setattr(engine.host_kv, "copies", late := LateCopies(data.draw(st.booleans())))
         patch.setattr(engine, "_copies", late)
+        patch.setattr(streamed_kv, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
         got = generate(model, ids, pads, **options)
     want = generate(
         plain, ids, pads, **{exactness.name_of_cache(plain): RoundedCache(on_gpu)}, **options
@@ -150,6 +154,7 @@ ON_GPU = [
 ]
 
 
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize(
     ("dtype", "rows"), [(torch.float32, None), (torch.float16, 1), (torch.bfloat16, None)]
@@ -159,6 +164,7 @@ def test_every_dtype_and_device(
     device: str,
     dtype: torch.dtype,
     rows: int | None,
+    attention: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over one cache that grows, with one of four sequences on the GPU."""
@@ -167,7 +173,8 @@ def test_every_dtype_and_device(
     plain = comparison.plain_model(folder, device, dtype=dtype)
     ids = prompts(4, 341).to(device)
     turns = (0, 5), (5, 6), (6, 7), (7, 40), (40, 41), (41, 340), (340, 341)
-    with run(folder, device=device, dtype=dtype, kv_dtype="int8") as model:
+    options = {"device": device, "dtype": dtype, "kv_dtype": "int8", "kv_attention": attention}
+    with run(folder, **options) as model:
         model.offload._engine.prefill_rows = rows
         name, cache, other = exactness.name_of_cache(plain), None, RoundedCache(1)
         for first, last in turns:
@@ -179,7 +186,7 @@ def test_every_dtype_and_device(
             # Rounding all numbers moves logits by up to 0.01; of 16 bits the dtype's own does more.
             least = 1e-3 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
             assert float(difference) < least * max(1.0, float(want.logits.abs().max()))
-        assert model.offload.cpu_work.steps == 4 and cache.layers[0].host_keys.scales is not None
+        assert steps_of(engine_of(model))[0] == 4 and cache.layers[0].host_keys.scales is not None
         assert not model.offload.report().unserved
 
 

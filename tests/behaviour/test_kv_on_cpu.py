@@ -174,7 +174,7 @@ def test_any_split_says_the_same(pair: Pair, data: st.DataObject) -> None:
         patch.setattr(engine, "_copies", late)
         # A head's of one sequence, several heads', one sequence's, all.
         patch.setattr(
-            streamed_kv, "PIECE_BYTES", data.draw(st.sampled_from([1, 9000, 20000, 1 << 26]))
+            streamed_kv, "KV_PIECE", data.draw(st.sampled_from([1, 9000, 20000, 1 << 26]))
         )
         got = generate(model, ids, pads, **options)
     assert torch.equal(got, generate(plain, ids, pads, **options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,16 @@ from test_kv_on_cpu import Pair, close, engine_of, generate, prompts, run
 from transformers import PreTrainedModel
 
 import offload
+from offload import placement, planned
 from offload.errors import UnsupportedError
 from offload.kernels.attention import DecodeAttention
+from offload.measure.cache import rates_file
+from offload.measure.machine import this_machine
 from offload.models.fused.decoder import FusedEngine
 from offload.models.kv import streamed_kv
-from offload.models.kv.streamed_kv import PLACES, StreamedKv, pieces_of, places_bytes
+from offload.models.kv.streamed_kv import KV_PIECES, StreamedKv, pieces_of, places_bytes
+from offload.scheduler.engine import CpuAttention
+from offload.scheduler.hardware import Hardware
 from offload.trace import KEYS_AND_VALUES, Track
 
 Folder = Callable[[str], Path]
@@ -42,7 +48,7 @@ def pair(variant_folder: Folder) -> Iterator[Pair]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of a sequence at a time."""
-    monkeypatch.setattr(streamed_kv, "PIECE_BYTES", 1)
+    monkeypatch.setattr(streamed_kv, "KV_PIECE", 1)
 
 
 def copies_of(engine: FusedEngine, patch: pytest.MonkeyPatch, early: bool) -> Copies:
@@ -83,7 +89,7 @@ def test_whatever_happens_between_steps(pair: Pair, data: st.DataObject) -> None
         assert close(found[1], found[0])
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(streamed_kv, "PIECE_BYTES", data.draw(st.sampled_from([1, 1 << 26])))
+        patch.setattr(streamed_kv, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
         patch.setattr(engine.host_kv, "gpu_sequences", data.draw(st.integers(0, batch - 1)))
         copies_of(engine, patch, data.draw(st.booleans()))
         say(3)
@@ -150,7 +156,7 @@ def test_steps_in_a_row_load_nothing_twice(pair: Pair, monkeypatch: pytest.Monke
     head = 2 * config.hidden_size // config.num_attention_heads * 4
     pieces = 2 * config.num_key_value_heads * LAYERS  # of two sequences
     want = [past * head for past in (5, 6, 7, 8) for _ in range(pieces)]
-    assert loads == [*want, *[9 * head] * PLACES]  # and what no step came for
+    assert loads == [*want, *[9 * head] * KV_PIECES]  # and what no step came for
     work = streamed_of(model).work
     assert list(work.latest)[-4:] == [
         sum(want[i : i + pieces]) for i in range(0, 4 * pieces, pieces)
@@ -180,7 +186,7 @@ def test_a_window_brings_up_no_more_than_it_sees(
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 2**20), st.integers(0, 24))
 def test_pieces_cover_all_once(rows: int, heads: int, head_bytes: int, shift: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed_kv, "PIECE_BYTES", 1 << shift)
+        patch.setattr(streamed_kv, "KV_PIECE", 1 << shift)
         pieces = pieces_of(rows, heads, head_bytes)
     found = [(row, head) for a, b in pieces for row in range(9)[a] for head in range(9)[b]]
     assert found == [(row, head) for row in range(rows) for head in range(heads)]
@@ -243,7 +249,7 @@ def test_calls_in_lock_step_take_turns(
     pieces = LAYERS * model.config.num_key_value_heads
     steps = sum(len(ids) * (n - 1) for ids, n in jobs)
     # Nothing is guessed while several take turns: only the last one's steps, and the first layer.
-    assert pieces * steps <= len(loads) <= pieces * steps + 3 * PLACES
+    assert pieces * steps <= len(loads) <= pieces * steps + 3 * KV_PIECES
 
 
 def test_nothing_is_left_of_a_cache_that_went(pair: Pair) -> None:
@@ -259,9 +265,34 @@ def test_a_trace_has_what_comes_up(pair: Pair) -> None:
         generate(model, prompts(3, 5), [0] * 3, max_new_tokens=3)
     spans = trace.end()
     up = [s for s in spans if s.track is Track.LINK_UP and s.name == KEYS_AND_VALUES]
-    assert len(up) == 2 * LAYERS + PLACES and all(s.nbytes for s in up)
+    assert len(up) == 2 * LAYERS + KV_PIECES and all(s.nbytes for s in up)
     waits = [s for s in spans if s.waits_for == KEYS_AND_VALUES and s.track is Track.COMPUTE]
     assert len(waits) == 2 * LAYERS
+
+
+def test_a_plan_lets_them_come_up_where_cores_cannot_attend(
+    variant_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path))
+    monkeypatch.setattr(planned, "why_not_on_cpu", lambda *_: "no such cores")
+    monkeypatch.setattr(placement, "why_not_on_cpu", lambda *_: "no such cores")
+    folder, device = variant_folder("llama"), torch.device("cpu")
+    file = rates_file(None, device)
+    file.parent.mkdir(parents=True)
+    rates: dict[str, Any] = {"matrix": {"float32": ((1, 1e12),)}, "cpu_attention": ((1, 1e9),)}
+    rates |= dict.fromkeys(("link_up", "link_down", "hbm"), 1e9)
+    machine = this_machine(tmp_path, device)
+    file.write_text(json.dumps(Hardware(machine=machine, **rates).as_dict()))
+    job: dict[str, Any] = {"goal": "fits", "prompt_len": 4, "gen_len": 60, "batch_size": 3}
+    with offload.run(folder, device="cpu", engine="fused", dtype=torch.float32, **job) as model:
+        setting = model.offload.planned.choice.setting
+        assert setting.attention is CpuAttention.GPU and setting.cpu_sequences
+        got = generate(model, prompts(3, 4), [0] * 3, max_new_tokens=60)
+        work = streamed_of(model).work
+        assert work.steps == 59 and work.sequences == setting.cpu_sequences
+        assert "come up for attention" in str(model.offload.report())
+    want = generate(comparison.plain_model(folder), prompts(3, 4), [0] * 3, max_new_tokens=60)
+    assert torch.equal(got, want)
 
 
 def test_what_cannot_be_is_refused(variant_folder: Folder) -> None:

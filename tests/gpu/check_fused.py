@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     if options.kv_on_cpu == "gpu":
-        streamed_kv.PIECE_BYTES = 1
+        streamed_kv.KV_PIECE = 1
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if options.device != "cpu":

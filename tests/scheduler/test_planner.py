@@ -275,6 +275,23 @@ def test_int8_holds_more_sequences_in_cpu_memory() -> None:
     assert wide.rate <= unmeasured.rate <= measured.rate  # no gain of time is counted on
 
 
+def test_keys_and_values_come_up_where_cores_are_few() -> None:
+    """Of long contexts, where weights leave the link time."""
+    model = replace(OPT_30B, engine=FUSED)
+    job, budget, goal = Job(16000, 64), Budget(24 * GIB, 110 * GIB), Goal.THROUGHPUT
+    rates = {}
+    for rate in (20e9, 79e9):
+        hardware = replace(H200, cpu_attention=((1, rate),))
+        for engine in (FUSED, replace(FUSED, cpu_kv=frozenset({CpuAttention.CPU}))):
+            model = replace(OPT_30B, engine=engine)
+            choice = plan_job(model, hardware, budget, job, goal, ("int4",)).choice
+            assert choice.setting.cpu_sequences
+            rates[rate, engine is FUSED] = choice.decode_rate, choice.setting.attention
+    assert rates[20e9, True][1] is CpuAttention.GPU
+    assert rates[20e9, True][0] > 2 * rates[20e9, False][0]
+    assert rates[79e9, True] == rates[79e9, False]
+
+
 def test_fits_takes_the_least_memory_of_the_gpu() -> None:
     job, budget = Job(512, 32, 4), Budget(24 * GIB, 110 * GIB)
     least = least_device(OPT_30B, H200, job, ("fp16",), budget.cpu)

@@ -14,14 +14,11 @@ import torch
 
 from offload.models.kv.host_columns import HostColumns, halves_bytes
 from offload.models.kv.host_kv import HostKv
+from offload.scheduler.engine import KV_PIECE, KV_PIECES
 from offload.sizes import format_size
 from offload.store import POISON, POISON_BYTE
 from offload.trace import Trace
 
-# Keys and values of one piece. A millisecond of a PCIe 5 link: long beside what issuing it takes,
-# and short beside a layer of a long context, so that the last piece's attention is soon done.
-PIECE_BYTES = 64 << 20
-PLACES = 2
 KEPT_STEPS = 256
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
@@ -30,9 +27,9 @@ Piece = tuple[slice, slice]  # rows, KV heads
 
 def pieces_of(rows: int, heads: int, head_bytes: int) -> list[Piece]:
     """What of a layer comes up at once: whole sequences, or some heads of one where that takes more
-    than PIECE_BYTES; one head, of `head_bytes`, at least.
+    than KV_PIECE; one head, of `head_bytes`, at least.
     """
-    sequences, some = PIECE_BYTES // (heads * head_bytes), max(1, PIECE_BYTES // head_bytes)
+    sequences, some = KV_PIECE // (heads * head_bytes), max(1, KV_PIECE // head_bytes)
     if sequences:
         return [(slice(*span), slice(0, heads)) for span in evenly(0, rows, sequences)]
     spans = list(evenly(0, heads, some))
@@ -62,7 +59,7 @@ def places_bytes(
 ) -> int:
     """All that such sequences take there."""
     most, whole = place_bytes(rows, shapes, columns, dtype, int8)
-    return PLACES * most + whole
+    return KV_PIECES * most + whole
 
 
 class Wanted(NamedTuple):
@@ -144,7 +141,7 @@ class StreamedKv:
         self.whole = torch.empty(0, dtype=torch.uint8, device=device)  # for a piece made of int8
         self._host, self._device, self._trace = host, device, trace
         self._poison = os.environ.get(POISON) == "1"
-        self._free: list[Any] = [None] * PLACES  # the point after a place's last use
+        self._free: list[Any] = [None] * KV_PIECES  # the point after a place's last use
         self._loads: deque[_Load] = deque()  # asked for ahead, in order
         self._latest: Any = None  # the point of the last load
         self._taken: int | None = None  # the place that is in use
@@ -170,8 +167,8 @@ class StreamedKv:
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
 
             self.whole = memory(whole)
-            self.places = [memory(nbytes) for _ in range(PLACES)]
-        self._free = [self._host.copies.mark()] * PLACES
+            self.places = [memory(nbytes) for _ in range(KV_PIECES)]
+        self._free = [self._host.copies.mark()] * KV_PIECES
 
     def _settle(self) -> None:
         """What is computed from now on has the places to itself."""
@@ -210,7 +207,7 @@ class StreamedKv:
     def ahead(self, following: Iterator[Wanted], source: Source) -> None:
         """Ask for what is taken next, as far as places are free."""
         asked = len(self._loads)
-        for wanted in islice(following, asked, PLACES - (self._taken is not None)):
+        for wanted in islice(following, asked, KV_PIECES - (self._taken is not None)):
             if not self._alone and self._at is not None and wanted.layer != self._at.layer:
                 return
             self._loads.append(self._load(wanted, source))
@@ -225,7 +222,7 @@ class StreamedKv:
         self._free[place] = self._host.copies.mark()
 
     def _load(self, wanted: Wanted, source: Source) -> _Load:
-        place, self._turn = self._turn, (self._turn + 1) % PLACES
+        place, self._turn = self._turn, (self._turn + 1) % KV_PIECES
         pairs = source.pairs(wanted, place)
         after = self._free[place], source.arriving
         self._latest = self._host.copies.prefetch(pairs, after)
