@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from offload.models.hooked import NotCopied, PassOwner
 from offload.models.install import all_bindings, refuse_move
 from offload.models.kv.streamed_kv import StreamedWork
 from offload.models.lockstep.calls import run_together
-from offload.models.lockstep.micro_batches import MicroBatches
+from offload.models.lockstep.micro_batches import DEFAULT_SIZE, MicroBatches
 from offload.models.parts import ModelParts
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.modules import (
@@ -233,10 +233,12 @@ class Offload(NotCopied):
             inputs: a batch, which is split by sequences: input ids [batch, tokens], or a mapping
                 of tensors with the batch first, as tokenizers return it. Or requests: a list (or
                 any iterable) of mappings with arguments of `generate`, one micro-batch each.
-            micro_batch_size: sequences of a batch that run at once, 8 unless given.
-            live: micro-batches that have begun and not ended, at most; None: all. Each has a cache
-                of its own, and with `kv_on_cpu` they share the sequences that the compute device
-                has room for; the next begins where one has ended.
+            micro_batch_size: sequences of a batch that run at once; unless given, what was planned
+                (`run(goal=...)`), else 8.
+            live: micro-batches that have begun and not ended, at most; None: all, or of a batch as
+                many as were planned for. Each has a cache of its own, and with `kv_on_cpu` they
+                share the sequences that the compute device has room for; the next begins where one
+                has ended.
             options: further arguments of `generate`. Tensors of two or more dimensions with the
                 batch first (attention_mask) are split with it. `prefill_chunk_size` cuts
                 prompts by tokens, so that a long one takes several passes and less memory.
@@ -250,7 +252,11 @@ class Offload(NotCopied):
             ValueError, TypeError: an argument, by name and value.
         """
         model: Any = self._parts.model
-        work = MicroBatches.of(inputs, micro_batch_size, options, model)
+        how = None if self.planned is None else self.planned.choice.setting
+        usual = DEFAULT_SIZE if how is None else how.micro_batch
+        work = MicroBatches.of(inputs, micro_batch_size, options, model, usual)
+        if how is not None and live is None and isinstance(inputs, torch.Tensor | Mapping):
+            live = max(1, how.batch // (micro_batch_size or usual))
         calls = (partial(model.generate, **arguments) for arguments in work.arguments)
         outputs = run_together(self._owner, model, self.device, calls, live, work.name)
         return work.join(outputs)

@@ -182,6 +182,8 @@ def _measure_offload(
             planned = model.offload.planned
             if setup.choose_batch:
                 work = replace(work, batch=planned.choice.setting.batch)
+            if planned is not None and planned.choice.setting.decode_micro_batches > 1:
+                sizes_of_batches["offload"] = planned.choice.setting.micro_batch
             for name, size in sizes_of_batches.items():
                 if found:
                     reset_peaks(device)

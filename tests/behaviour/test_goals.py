@@ -235,3 +235,33 @@ def test_plans_count_no_less_memory_than_runs_without_a_goal_keep_free(
         # A token more of keys and values, since a prompt is not all of a sequence.
         more = batch * shape.kv_width * 80 * 2
         assert kept <= counted <= 1.01 * (kept + more)
+
+
+def test_micro_batches_that_were_planned_are_made(
+    variant_folder: Callable[[str], Path], hardware: Hardware
+) -> None:
+    """Of modules that run a whole prompt at once: in parts where all do not fit, of which as many
+    run as hold the batch that was planned.
+    """
+    folder, job = variant_folder("llama"), {"prompt_len": 40, "gen_len": 4, "batch_size": 8}
+    with run(folder, goal="latency", engine="transformers", **job) as model:
+        whole = model.offload.planned.choice.memory
+        assert model.offload.planned.choice.setting.decode_micro_batches == 1
+    limits = {0: whole.device - whole.resident // 2 - whole.workspace // 2, "cpu": "1GiB"}
+    job |= {"goal": "latency", "engine": "transformers", "max_memory": limits}
+    with run(folder, **job) as model:
+        how = model.offload.planned.choice.setting
+        assert how.decode_micro_batches > 1 and how.micro_batch < how.batch
+        assert f"micro-batches of {how.micro_batch} sequences" in str(model.offload.report())
+        ids = torch.randint(
+            10, 100, (how.batch + 1, 40), generator=torch.Generator().manual_seed(0)
+        )
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+        begun: list[int] = []
+        generate = model.generate
+        model.generate = lambda **given: begun.append(len(given["input_ids"])) or generate(**given)
+        tokens = model.offload.generate(ids, **options)
+        assert max(begun) == how.micro_batch and sum(begun) == how.batch + 1
+        del model.generate
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(tokens, plain.generate(ids, **options))

@@ -29,16 +29,24 @@ class MicroBatches:
 
     @classmethod
     def of(
-        cls, inputs: Any, size: int | None, options: Mapping[str, Any], model: Any
+        cls,
+        inputs: Any,
+        size: int | None,
+        options: Mapping[str, Any],
+        model: Any,
+        usual: int = DEFAULT_SIZE,
     ) -> MicroBatches:
-        """Of a batch (a tensor, or a mapping of tensors) or an iterable of requests (mappings)."""
+        """Of a batch (a tensor, or a mapping of tensors) or an iterable of requests (mappings).
+
+        `usual`: the sequences of a micro-batch where `size` is None.
+        """
         if isinstance(inputs, torch.Tensor):
             # The name that the model has for it, as `generate` itself finds it.
             inputs = {
                 model.main_input_name if model.config.is_encoder_decoder else "input_ids": inputs
             }
         if isinstance(inputs, Mapping):
-            return cls._of_batch(inputs, size, options, model)
+            return cls._of_batch(inputs, usual if size is None else size, options, model)
         if isinstance(inputs, str) or not isinstance(inputs, Iterable):
             raise TypeError(
                 "inputs must be input ids [batch, tokens], a mapping of such tensors, or a list of "
@@ -53,9 +61,8 @@ class MicroBatches:
 
     @classmethod
     def _of_batch(
-        cls, inputs: Mapping[str, Any], size: int | None, options: Mapping[str, Any], model: Any
+        cls, inputs: Mapping[str, Any], size: int, options: Mapping[str, Any], model: Any
     ) -> MicroBatches:
-        size = DEFAULT_SIZE if size is None else size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"micro_batch_size must be a positive number, got {size!r}")
         twice = inputs.keys() & options.keys()
