@@ -46,6 +46,8 @@ CASES: dict[tuple[str, ...], str] = {
     ("bench", "throughput", "--model", "/no/such/folder"): "'/no/such/folder'",
     (*BENCH, "--peer", "fast"): "peer 'fast' is not known; choose of accelerate, resident",
     (*BENCH, "--gpu-memory", "1Gb"): "'1Gb' is ambiguous",
+    (*BENCH, "--gpu-memory", "1GB", "--device", "cpu"): "--gpu-memory caps a GPU, and layers run",
+    (*BENCH, "--device-map", "{}"): "device_map={} places nothing",
     (*BENCH, "--cpu-memory", "1KB"): "1000 B on CPU memory",
     ("bench", "nvme", "/no/such/folder"): "'/no/such/folder' is no folder",
     ("bench", "nvme", "EMPTY", "--block", "1MB,x"): "argument --block: 'x' is not a size",

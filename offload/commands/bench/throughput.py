@@ -113,13 +113,18 @@ def execute(args: argparse.Namespace) -> int:
 
     quiet_transformers()
     checked = OffloadConfig(device=args.device, dtype=args.dtype or "auto")
+    if args.gpu_memory is not None and checked.compute.type == "cpu":
+        raise ValueError("--gpu-memory caps a GPU, and layers run on the CPU: see --cpu-memory")
     dtype: Any = None if checked.dtype == "auto" else checked.dtype
     wanted = quantization(args)
     wishes = None if wanted is None else Wishes.of(wanted)
     subject = Subject(args.shape, args.model, dtype, checked.compute, wishes)
     work = Workload(args.batch or 32, args.prompt_len, args.gen_len, args.repeat)
+    places = args.device_map
+    if places is None:
+        places = "cpu" if args.goal is None else "auto"
     setup = Setup(
-        device_map=args.device_map or ("cpu" if args.goal is None else "auto"),
+        device_map=places,
         gpu_memory=args.gpu_memory,
         cpu_memory=args.cpu_memory,
         prefetch=args.prefetch,
