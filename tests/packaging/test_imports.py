@@ -24,8 +24,8 @@ MAY_REACH: dict[str, set[str]] = {
 }
 MAY_REACH["row_copies"] = {"aio", "device", "errors", "trace"}
 MAY_REACH["store"] = MAY_REACH["row_copies"] | {"checkpoint", "progress", "scheduler", "sizes"}
-MAY_REACH["measure"] = MAY_REACH["store"] | {"kernels", "memory_limits", "store"}
-MAY_REACH["models"] = MAY_REACH["measure"] | {"row_copies"}
+MAY_REACH["measure"] = MAY_REACH["store"] | {"kernels", "memory_limits", "row_copies", "store"}
+MAY_REACH["models"] = MAY_REACH["measure"]
 MAY_REACH["config"] = {"errors", "memory_limits", "scheduler", "sizes"}
 MAY_REACH["packed"] = MAY_REACH["models"] | MAY_REACH["config"] | {"config", "models"}
 MAY_REACH["report"] = {"errors", "scheduler", "sizes", "trace"}
