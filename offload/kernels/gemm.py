@@ -6,8 +6,7 @@ import torch
 
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
-from offload.kernels.call import check, dtype_code, pointer
-from offload.kernels.gemm_call import GemmCall
+from offload.kernels.call import Call, check, dtype_code, pointer
 from offload.kernels.norm import Norm, norm_struct
 from offload.kernels.workspace import Workspace
 
@@ -15,7 +14,7 @@ OP = "skinny_gemm"
 MOST_ROWS = 16
 
 
-class SkinnyGemm(GemmCall):
+class SkinnyGemm(Call):
     """out = act(norm(input) @ weight.T + bias) + residual for 1 to 16 rows; with a gate
     out = act(gate) * up + residual, where gate and up are the halves of what has a bias.
 
@@ -98,6 +97,30 @@ class SkinnyGemm(GemmCall):
         self._activation, self._gated = activation, gated
         self._ready(input.device)
         self._reserve(workspace, input.device)
+
+    def _reserve(self, workspace: Workspace | None, device: torch.device) -> None:
+        """Give the call the scratch that the library says it needs, where it runs on a GPU."""
+        self._device = device
+        if not self._on_gpu:
+            return
+        workspace = workspace or Workspace(device)
+        nbytes, counters = self._ask("workspace"), self._ask("counters")
+        self._scratch = (
+            workspace.partials(nbytes),
+            workspace.counters(counters),
+        )
+        self.arguments.workspace = self._scratch[0].data_ptr() if nbytes else None
+        self.arguments.workspace_bytes = nbytes
+        self.arguments.counters = self._scratch[1].data_ptr() if counters else None
+
+    @property
+    def variants(self) -> int:
+        """How many ways the library has to run this call; 1 on a CPU."""
+        return self._ask("variants") if self._on_gpu else 1
+
+    def _ask(self, what: str) -> int:
+        with torch.cuda.device(self._device):
+            return self._library.ask(f"{self.function}_{what}", self.arguments)
 
     def _reference(self) -> None:
         result = reference.linear(

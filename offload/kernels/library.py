@@ -33,9 +33,6 @@ QUERIES = {
     "offload_skinny_gemm_workspace": (structs.SkinnyGemmStruct, c_int64),
     "offload_skinny_gemm_counters": (structs.SkinnyGemmStruct, c_int64),
     "offload_skinny_gemm_variants": (structs.SkinnyGemmStruct, c_int32),
-    "offload_quant_gemm_workspace": (structs.QuantGemmStruct, c_int64),
-    "offload_quant_gemm_counters": (structs.QuantGemmStruct, c_int64),
-    "offload_quant_gemm_variants": (structs.QuantGemmStruct, c_int32),
 }
 
 

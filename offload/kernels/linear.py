@@ -107,6 +107,11 @@ class Linear(CompositeCall):
             )
         self._launches = _launches(asked, choice, workspace)
 
+    @property
+    def own(self) -> bool:
+        """Whether its last kernel is one of this package."""
+        return self.choice is not None and self.choice.way in SKINNY
+
 
 def choose(asked: _Arguments) -> Choice:
     """The table's way to compute `asked`, measured now where it is not there."""

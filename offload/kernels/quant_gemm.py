@@ -1,4 +1,4 @@
-"""A product of up to 64 rows with a quantised weight, which is read as it is stored."""
+"""A product of up to 64 rows with a quantised weight, read from panels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import torch
 
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
-from offload.kernels.call import check, pointer
+from offload.kernels.call import Call, check, pointer
 from offload.kernels.dequantize import dequantise
-from offload.kernels.gemm_call import GemmCall
-from offload.kernels.weight_format import SHAPE, Stored, WeightFormat
-from offload.kernels.workspace import Workspace
+from offload.kernels.weight_format import PANEL_ROWS, SHAPE, Stored, WeightFormat
 
 OP = "quant_gemm"
 MOST_ROWS = 64
@@ -22,35 +20,32 @@ def why_not_fused(form: WeightFormat, dtype: torch.dtype, scale: torch.dtype, de
     """Why QuantGemm does not take such a weight; "" where it does."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {dtype} is neither float16 nor bfloat16"
-    if form.layout != "packed" or form.act_order or form.block[0] != 1:
-        return f"{form.kind} stored as {form.layout!r} is not multiplied as it is"
+    if form.layout != "panels":
+        return f"{form.kind} stored as {form.layout!r} does not lie in panels"
     if scale != dtype:
         return f"its scales are {scale}, not {dtype}"
     columns = form.block[1] or depth
-    if columns != depth and (columns < 32 or columns & (columns - 1)):
-        return f"groups of {columns} are no power of 2 from 32 on"
-    if depth % (128 // form.bits):
-        return f"{depth} inputs are no multiple of {128 // form.bits}"
+    if columns != depth and columns & (columns - 1):
+        return f"groups of {columns} are no power of 2"
     return ""
 
 
-class QuantGemm(GemmCall):
+class QuantGemm(Call):
     """out = act(input @ weight.T + bias) + residual for 1 to 64 rows; with a gate
     out = act(gate) * up + residual, where gate and up are the halves of what has a bias.
 
-    The weight is what `stored` (by the ends of names) stands for in `form`: int4 or int8 `packed`,
-    a scale a row or a group, with or without zero points, scales of the input's dtype. Its float32
-    value is multiplied as it is (of int4 in groups of 32, and on a CPU, rounded to that dtype as
-    `Dequantize` rounds it) and never written down. input: [..., depth] of
-    float16 or bfloat16 at a multiple of 16 bytes, rows likewise; weight: [outputs, depth], or
-    [2 * outputs, depth] where `gated`, gate rows first; bias as long as the weight has rows. out,
-    residual: [..., outputs]; `out` may be `residual` itself. Sums are float32 in a fixed order:
-    results repeat bit for bit on one kind of GPU.
+    The weight is what `stored` (by the ends of names) stands for in `form`: int4 or int8 in
+    `panels`, a scale a row or a group, with or without zero points, scales of the input's dtype.
+    It is never written down; its codes are multiplied, and the sums of a group scaled in float32
+    (on a CPU it is made whole, rounded as `Dequantize` rounds it). input: [..., depth] of float16
+    or bfloat16 at a multiple of 16 bytes, rows likewise; weight: [outputs, depth], or
+    [2 * outputs, depth] where `gated`, gate rows first, `outputs` a multiple of 16; bias as long as
+    the weight has rows. out, residual: [..., outputs]; `out` may be `residual` itself. Sums are
+    float32 in a fixed order: results repeat bit for bit on one kind of GPU.
 
-    `variant` (1 to `variants`) forces a way to run; 0 leaves it to the library. `workspace`:
-    scratch shared by the calls of one stream; without it the call has its own. `early` is
-    programmatic dependent launch: only behind another kernel of this package on the same stream,
-    and only where the weight is in place before that one ends, since its loads begin before.
+    `early` is programmatic dependent launch: only behind another kernel of this package on the same
+    stream, and only where the weight is in place before that one ends, since its loads begin
+    before.
 
     Raises ValueError or TypeError for arguments that do not fit, KernelError where the library
     refuses them.
@@ -69,8 +64,6 @@ class QuantGemm(GemmCall):
         residual: torch.Tensor | None = None,
         activation: str | None = None,
         gated: bool = False,
-        variant: int = 0,
-        workspace: Workspace | None = None,
         early: bool = False,
     ) -> None:
         self._shape = check_quantised(
@@ -85,17 +78,16 @@ class QuantGemm(GemmCall):
         problem = why_not_fused(form, input.dtype, stored[form.scale_name].dtype, depth)
         if problem:
             raise ValueError(f"{OP}: {problem}; QuantLinear takes any")
-        if variant < 0:
-            raise ValueError(f"{OP}: variant must not be negative, got {variant}")
-        if workspace is not None and workspace.device != input.device:
+        if gated and outputs % PANEL_ROWS:
             raise ValueError(
-                f"{OP}: workspace must be on {input.device}, not on {workspace.device}"
+                f"{OP}: gate and up of {outputs} outputs do not begin with a panel of "
+                f"{PANEL_ROWS} rows each; QuantLinear takes any"
             )
-        zero = stored["weight_zero_point"] if form.zero_points else None
+        zero = stored["weight_panel_zero"] if form.zero_points else None
         self.arguments = structs.QuantGemmStruct(
             input=pointer(input),
-            codes=pointer(stored["weight_packed"]),
-            scale=pointer(stored["weight_scale"]),
+            codes=pointer(stored["weight_panels"]),
+            scale=pointer(stored["weight_panel_scale"]),
             zero=pointer(zero),
             bias=pointer(bias),
             residual=pointer(residual),
@@ -110,7 +102,6 @@ class QuantGemm(GemmCall):
             bits=form.bits,
             activation=structs.ACTIVATIONS[activation],
             gated=gated,
-            variant=variant,
             dtype=structs.DTYPES[input.dtype],
             launch_early=early,
         )
@@ -118,7 +109,6 @@ class QuantGemm(GemmCall):
         self._bias, self._residual = bias, residual
         self._activation, self._gated = activation, gated
         self._ready(input.device)
-        self._reserve(workspace, input.device)
 
     def _reference(self) -> None:
         result = reference.linear(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import MOST_ROWS, QuantGemm, check_quantised, why_not_fused
 from offload.kernels.tuning import Choice, Key
-from offload.kernels.weight_format import SHAPE, WeightFormat
+from offload.kernels.weight_format import PANEL_ROWS, SHAPE, WeightFormat
 from offload.kernels.workspace import Workspace
 
 OP = "quant_linear"
@@ -39,6 +39,8 @@ class QuantLinear(CompositeCall):
     Raises ValueError or TypeError for arguments that do not fit.
     """
 
+    own = False  # whether its last kernel is one of this package
+
     def __init__(
         self,
         input: torch.Tensor,
@@ -58,7 +60,7 @@ class QuantLinear(CompositeCall):
         self._shape = check_quantised(
             OP, input, form, stored, out, bias, residual, activation, gated
         )
-        problem = self._why_apart(input, form, stored)
+        problem = self._why_apart(input, form, stored, out.shape[-1] if gated else 0)
         if fused and problem:
             raise ValueError(f"{OP}: it cannot be fused: {problem}")
         self._input, self._form, self._stored, self._out = input, form, dict(stored), out
@@ -85,24 +87,31 @@ class QuantLinear(CompositeCall):
             self.choice = _choose(asked)
         self.fused = self.choice.way == "own"
         if not on_gpu:
-            self._launches = (partial(_on_cpu, asked, self._shape),)  # no cycle with this call
+            self._launches = (partial(_on_cpu, asked, self._shape, scratch),)  # no cycle with this
             return
-        if not self.fused and scratch is None:
+        if self.fused:
+            self._launches = (_fused(asked).launch,)
+            self.own = True
+            return
+        if scratch is None:
             scratch = torch.empty(self._shape, dtype=input.dtype, device=input.device)
-        self._launches = _launches(asked, self.choice, scratch, workspace)
+        whole, product = _made_whole(asked, scratch, workspace)
+        self._launches = whole.launch, product.launch
+        self.own = product.own
 
     @staticmethod
     def _why_apart(
-        input: torch.Tensor, form: WeightFormat, stored: Mapping[str, torch.Tensor]
+        input: torch.Tensor, form: WeightFormat, stored: Mapping[str, torch.Tensor], gate: int
     ) -> str:
         depth = input.shape[-1]
         rows = input.numel() // depth
         if rows > MOST_ROWS:
             return f"{rows} rows are more than {MOST_ROWS}"
         pitch = input.stride(-2) if input.dim() > 1 and rows > 1 else 0
-        codes = stored.get("weight_packed")
-        if input.data_ptr() % 16 or pitch % 8 or (codes is not None and codes.data_ptr() % 16):
-            return "input and codes do not lie at multiples of 16 bytes"
+        if input.data_ptr() % 16 or pitch % 8 or any(t.data_ptr() % 16 for t in stored.values()):
+            return "input and weight do not lie at multiples of 16 bytes"
+        if gate % PANEL_ROWS:
+            return f"gate and up of {gate} outputs do not begin with a panel each"
         return why_not_fused(form, input.dtype, stored[form.scale_name].dtype, depth)
 
 
@@ -118,22 +127,23 @@ class _Asked:
     early: bool
 
 
-def _on_cpu(asked: _Asked, shape: tuple[int, ...], stream: int) -> None:
-    weight = dequantise(asked.form, asked.stored, shape, asked.input.dtype)
+def _on_cpu(
+    asked: _Asked, shape: tuple[int, ...], scratch: torch.Tensor | None, stream: int
+) -> None:
+    weight = dequantise(asked.form, asked.stored, shape, asked.input.dtype, scratch)
     asked.out.copy_(reference.linear(asked.input, weight, norm=None, **asked.after))
 
 
-def _launches(
-    asked: _Asked, choice: Choice, scratch: torch.Tensor | None, workspace: Workspace | None
-) -> tuple[Callable[[int], Any], ...]:
-    """The kernels of `choice`, each a function of the stream; cuBLAS needs the scratch."""
-    kept: dict[str, Any] = {"workspace": workspace, **asked.after}
-    if choice.way == "own":
-        kept |= {"variant": choice.variant, "early": asked.early}
-        return (QuantGemm(asked.input, asked.form, asked.stored, asked.out, **kept).launch,)
-    assert scratch is not None
+def _fused(asked: _Asked) -> QuantGemm:
+    given = asked.input, asked.form, asked.stored, asked.out
+    return QuantGemm(*given, early=asked.early, **asked.after)
+
+
+def _made_whole(
+    asked: _Asked, scratch: torch.Tensor, workspace: Workspace | None
+) -> tuple[Dequantize, Linear]:
     whole = Dequantize(asked.form, asked.stored, scratch, early=asked.early)
-    return (whole.launch, Linear(asked.input, scratch, asked.out, **kept).launch)
+    return whole, Linear(asked.input, scratch, asked.out, workspace=workspace, **asked.after)
 
 
 def _choose(asked: _Asked) -> Choice:
@@ -186,9 +196,7 @@ class _Measurement:
         ]
         rows = (2 if after["gated"] else 1) * out.shape[-1]
         self._scratch = torch.empty(rows, input.shape[-1], **like)
-        one = self._copies[0]
-        count = QuantGemm(input, one.form, one.stored, out, gated=after["gated"]).variants
-        return (CUBLAS, *(Choice("own", variant) for variant in range(1, count + 1)))
+        return CUBLAS, OWN
 
     def _weight(self) -> dict[str, torch.Tensor]:
         """Other tensors of the same shapes: what lies in the given ones may not be there yet."""
@@ -204,5 +212,10 @@ class _Measurement:
 
     def _time(self, choice: Choice) -> float:
         workspace = Workspace(self._device)
-        products = [_launches(copy, choice, self._scratch, workspace) for copy in self._copies]
+        products = [
+            (_fused(copy).launch,)
+            if choice.way == "own"
+            else tuple(call.launch for call in _made_whole(copy, self._scratch, workspace))
+            for copy in self._copies
+        ]
         return tuning.time_products(products, self._device)

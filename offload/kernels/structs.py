@@ -214,12 +214,11 @@ class QuantGemmStruct(Structure):
         ("bias", c_void_p),
         ("residual", c_void_p),
         ("output", c_void_p),
-        ("workspace", c_void_p),
-        ("counters", c_void_p),
-        ("workspace_bytes", c_int64),
+        ("ahead", c_void_p),
         ("input_stride", c_int64),
         ("residual_stride", c_int64),
         ("output_stride", c_int64),
+        ("ahead_bytes", c_int64),
         ("rows", c_int32),
         ("outputs", c_int32),
         ("depth", c_int32),
@@ -227,9 +226,9 @@ class QuantGemmStruct(Structure):
         ("bits", c_int32),
         ("activation", c_int32),
         ("gated", c_int32),
-        ("variant", c_int32),
         ("dtype", c_int32),
         ("launch_early", c_int32),
+        ("reserved", c_int32),
     )
 
 

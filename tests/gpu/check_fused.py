@@ -10,7 +10,8 @@ Tokens are compared in float32. Nothing stops at a failure; the exit code is 1 i
 
 --quantised: variants are quantised ones instead, named llama/int4 and so on, and compared with the
 plain model whose weights are what the stored ones stand for; what other programs store is so in
-16 bits alone (float16 is what GPTQ's and AWQ's scales are in).
+16 bits alone (float16 is what GPTQ's and AWQ's scales are in). What is stored for products
+of resident layers must lie in panels where its scales are of the model's dtype.
 
 --kv-on-cpu: all sequences but the first keep keys and values in CPU memory, and prompts go through
 a layer sequence by sequence; no graph is replayed then. CPU cores attend to them, or the GPU (a
@@ -52,8 +53,14 @@ QUANTISED = (
     *("llama/int4", "llama/int4-g32-zp", "llama/int8-channel", "llama/int8-zp", "llama/fp8"),
     *("llama/fp8-block", "llama/mxfp4", "llama-tied/int4-g32", "qwen2/int4-zp", "phi3/int4"),
     *("opt/int4", "opt/int8-channel-zp", "opt/gptq", "llama/gptq-order", "llama/awq"),
-    *("qwen2/int8-zeros",),
+    *("qwen2/int8-zeros", "llama/gptq", "llama/int8-g32"),
 )
+# In which dtype of the model resident layers lie in panels.
+PANELS = {
+    **dict.fromkeys(("int4", "int4-g32", "int4-zp", "int4-g32-zp"), torch.bfloat16),
+    **dict.fromkeys(("int8-g32", "int8-channel", "int8-zp", "int8-channel-zp"), torch.bfloat16),
+    **dict.fromkeys(("gptq", "awq"), torch.float16),
+}
 
 
 def graphs_of(model: Any, name: str) -> int:
@@ -81,7 +88,7 @@ def check(
         known = folders.VARIANTS if "/" in name else variants.VARIANTS
         names = comparison.layer_names(known[name.partition("/")[0]].model())
         place = {"": "cpu", **dict.fromkeys(names[::2], 0)}
-    name = name.partition("/")[0]
+    name, _, form = name.partition("/")
     arguments = {"device_map": place, "device": device, "dtype": dtype, "max_length": 64}
     if kv_on_cpu:
         arguments |= {"batch_size": 2, "kv_on_cpu": 1, "kv_attention": kv_on_cpu}
@@ -91,11 +98,14 @@ def check(
         got = exactness.logits(model, name)
         tokens = exactness.tokens(model, name) if dtype == torch.float32 else {}
         graphs = graphs_of(model, name)
+        panels = any(key.endswith("weight_panels") for key, _ in model.named_parameters())
         report = model.offload.report()
     wrong = exactness.worse(got, plain, exact, dtype)
     wrong += [f"{way}: other tokens" for way, ids in tokens.items() if not ids.equal(said[way])]
     wrong += [f"{count} calls unserved: {why}" for why, count in report.unserved.items()]
     wrong += [note for note in report.notes if "graph" in note]
+    if panels != (PANELS.get(form) == dtype and tier in ("resident", "mixed")):
+        wrong.append("weights lie in panels" if panels else "no weight lies in panels")
     wanted = {"resident": 1, "mixed": 2}.get(tier, 0) if device != "cpu" else 0
     wanted = 0 if kv_on_cpu else wanted
     if kv_on_cpu == "cpu" and not model.offload.cpu_work.steps:

@@ -30,7 +30,7 @@ struct HostBarrier {
     uint32_t expected = 0, arrived = 0;
     int phase = -1;  // -1: not initialised
 };
-inline std::deque<std::vector<HostCopy>> host_groups[1024];
+inline std::deque<std::vector<HostCopy>> host_groups[8192];
 inline std::map<uint32_t, HostBarrier> host_barriers;
 
 // A block begins with nothing under way, and the one before must have left nothing.
@@ -55,7 +55,7 @@ inline bool copies_are_late() {
 }
 
 inline uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - host_cuda::shared_memory);
+    return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - host_cuda::cluster_memory);
 }
 
 inline uint64_t evict_first_policy() { return 1; }
@@ -64,8 +64,9 @@ inline HostCopy host_copy(uint32_t to, const void* from, uint32_t bytes) {
     host_cuda::require(
         to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0,
         "a copy that is not aligned");
-    host_cuda::require(to + bytes <= host_cuda::shared_bytes, "a copy beyond shared memory");
-    return {host_cuda::shared_memory + to, from, bytes};
+    host_cuda::require(to % host_cuda::kSharedOfBlock + bytes <= host_cuda::shared_bytes,
+                       "a copy beyond shared memory");
+    return {host_cuda::cluster_memory + to, from, bytes};
 }
 
 // From nowhere: zeros.
@@ -125,6 +126,11 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
     else
         copy.run();
     if (b.arrived == b.expected) b.phase += 1;
+}
+
+inline void prefetch_bulk(const void* from, uint32_t bytes) {
+    host_cuda::require(reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0,
+                       "a prefetch that is not aligned");
 }
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {

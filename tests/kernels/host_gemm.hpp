@@ -10,8 +10,10 @@
 
 namespace host_cuda {
 
+constexpr int kMostThreads = 8192;  // of a cluster
+
 inline uint32_t shuffle(uint32_t x, int lane) {
-    static uint32_t table[2][1024];
+    static uint32_t table[2][kMostThreads];
     uint32_t* side = table[self().warp_barriers % 2];
     side[current] = x;
     warp_barrier();
@@ -57,7 +59,7 @@ cudaError_t launch_gemm(const cudaLaunchConfig_t* config, void (*kernel)(Paramet
     const dim3 grid = config->gridDim, block = config->blockDim;
     const unsigned size = cluster_size(config);
     if (config->dynamicSmemBytes > 232448 || block.x % 32 || block.x > 1024 || !grid.x ||
-        grid.x > INT32_MAX || size * block.x > 1024 || grid.x % size)
+        grid.x > INT32_MAX || size * block.x > kMostThreads || grid.x % size)
         return cudaErrorInvalidConfiguration;
     shared_bytes = static_cast<uint32_t>(config->dynamicSmemBytes);
     ++launches;
@@ -72,8 +74,17 @@ cudaError_t launch_gemm(const cudaLaunchConfig_t* config, void (*kernel)(Paramet
     return cudaSuccess;
 }
 
+// A GPU whose multiprocessors lie in pairs.
+template <typename... Parameters>
+cudaError_t occupancy_of_clusters(int* count, void (*)(Parameters...),
+                                  const cudaLaunchConfig_t* config) {
+    *count = 4 / static_cast<int>(cluster_size(config));
+    return cudaSuccess;
+}
+
 }  // namespace host_cuda
 
+#define cudaOccupancyMaxActiveClusters host_cuda::occupancy_of_clusters
 #undef cudaLaunchKernelEx
 #define cudaLaunchKernelEx host_cuda::launch_gemm
 #define cudaFuncSetAttribute(kernel, attribute, value) ((void)(kernel), cudaSuccess)
@@ -92,6 +103,14 @@ inline void store_to_block(float* mine, int rank, float x) {
     const auto at = reinterpret_cast<unsigned char*>(mine) - host_cuda::shared_memory;
     host_cuda::require(at >= 0 && at + 4 <= host_cuda::shared_bytes, "a store out of place");
     memcpy(host_cuda::cluster_memory + rank * host_cuda::kSharedOfBlock + at, &x, sizeof x);
+}
+
+inline float4 load_from_block(const float4* mine, int rank) {
+    const auto at = reinterpret_cast<const unsigned char*>(mine) - host_cuda::shared_memory;
+    host_cuda::require(at >= 0 && at + 16 <= host_cuda::shared_bytes, "a load out of place");
+    float4 x;
+    memcpy(&x, host_cuda::cluster_memory + rank * host_cuda::kSharedOfBlock + at, sizeof x);
+    return x;
 }
 
 }  // namespace offload

@@ -8,7 +8,7 @@ namespace offload {
 struct Operands {
     uint32_t a[4], b[2];
 };
-inline Operands operand_table[2][1024];
+inline Operands operand_table[2][8192];
 
 inline float element(uint32_t pair, int which, __nv_bfloat16) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);

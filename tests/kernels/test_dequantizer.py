@@ -18,7 +18,6 @@ from offload.kernels.dequantize import dequantise
 from offload.kernels.dequantize_reference import dequantise_reference
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.quantize import quantise
-from offload.kernels.row_order import RENAMED, by_rows, in_rows
 from offload.kernels.weight_format import WeightFormat
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -298,26 +297,3 @@ def test_the_library_refuses_what_are_no_panels(
     setattr(call.arguments, field, value)
     with pytest.raises((AssertionError, KernelError), match=text):
         launch(call, machine)
-
-
-@pytest.mark.parametrize(
-    "form", [form for form in FORMS if form.layout in ("gptq", "gptq_v2", "awq")]
-)
-@pytest.mark.parametrize("shape", [(24, 192), (8, 96)])
-def test_the_same_weight_in_rows(form: WeightFormat, shape: tuple[int, int]) -> None:
-    packed = by_rows(form, shape)
-    if form.act_order or (form.block[1] and shape[1] % form.block[1]):
-        assert packed is None
-        return
-    assert packed is not None
-    torch.manual_seed(3)
-    stored = random_stored(form, shape, torch.float16)
-    found = in_rows(form, stored)
-    packed.check_stored(
-        {"weight_shape": (torch.int64, (2,)), **{n: (t.dtype, t.shape) for n, t in found.items()}},
-        shape,
-    )
-    for end, tensor in stored.items():
-        assert found[RENAMED[end]].nbytes == tensor.nbytes
-    wanted = dequantise(form, stored, shape, torch.float32)
-    assert torch.equal(dequantise(packed, found, shape, torch.float32), wanted)

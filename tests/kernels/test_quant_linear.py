@@ -11,12 +11,15 @@ from machines import MACHINES, device_of
 from test_dequantizer import FORMS, random_stored
 from torch.nn import functional
 
-from offload.kernels import tuning
+from offload.kernels import Norm, tuning
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
+from offload.kernels.panels import in_panels
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize import quantise
+from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.weight_format import WeightFormat
+from offload.kernels.workspace import Workspace
 
 
 @pytest.mark.parametrize("machine", [MACHINES[0], MACHINES[2]])
@@ -37,9 +40,7 @@ def test_every_format(machine: str, rows: int) -> None:
         weight = dequantise(form, stored, (n, k), torch.bfloat16)
         x = torch.randn(rows, k, device=device).bfloat16()
         out = torch.full((rows, n), math.nan, dtype=torch.bfloat16, device=device)
-        fusable = (
-            rows <= 64 and form.layout == "packed" and not form.act_order and form.block[0] == 1
-        )
+        fusable = rows <= 64 and form.layout == "panels" and form.block[1] != 96
         call = QuantLinear(x, form, stored, out, fused=fusable or None)
         assert call.fused == fusable
         call.launch(current_stream(device))
@@ -50,19 +51,26 @@ def test_every_format(machine: str, rows: int) -> None:
         assert error <= max(2 * peer, unit), form
 
 
-FORM = WeightFormat.parse("int4-g32")
-X, OUT = torch.randn(4, 64).bfloat16(), torch.zeros(4, 9).bfloat16()
-STORED = quantise(torch.randn(9, 64).bfloat16(), FORM)
+ROWS, FORM = WeightFormat.parse("int4-g32"), WeightFormat("int4", "panels", (1, 32))
+X, OUT = torch.randn(4, 64).bfloat16(), torch.zeros(4, 16).bfloat16()
+IN_ROWS = quantise(torch.randn(16, 64).bfloat16(), ROWS)
+STORED = in_panels(ROWS, IN_ROWS)
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ValueError, match=r"scratch must be torch.bfloat16 \[9, 64\] on cpu, not"):
-        QuantLinear(X, FORM, STORED, OUT, scratch=torch.zeros(9, 64))
+    with pytest.raises(ValueError, match=r"scratch must be torch.bfloat16 \[16, 64\] on cpu, no"):
+        QuantLinear(X, FORM, STORED, OUT, scratch=torch.zeros(16, 64))
     with pytest.raises(ValueError, match="cannot be fused: 65 rows are more than 64"):
         long = torch.zeros(65, 64).bfloat16()
-        QuantLinear(long, FORM, STORED, torch.zeros(65, 9).bfloat16(), fused=True)
-    with pytest.raises(ValueError, match="weight_scale is missing"):
-        QuantLinear(X, FORM, {"weight_packed": STORED["weight_packed"]}, OUT)
+        QuantLinear(long, FORM, STORED, torch.zeros(65, 16).bfloat16(), fused=True)
+    with pytest.raises(ValueError, match="weight_panel_scale is missing"):
+        QuantLinear(X, FORM, {"weight_panels": STORED["weight_panels"]}, OUT)
+    with pytest.raises(
+        ValueError, match="cannot be fused: int4 stored as 'packed' does not lie in"
+    ):
+        QuantLinear(X, ROWS, IN_ROWS, OUT, fused=True)
+    with pytest.raises(ValueError, match="cannot be fused: gate and up of 8 outputs do not begin"):
+        QuantLinear(X, FORM, STORED, torch.zeros(4, 8).bfloat16(), gated=True, fused=True)
 
 
 def test_an_input_that_lies_anywhere_is_not_fused() -> None:
@@ -70,7 +78,7 @@ def test_an_input_that_lies_anywhere_is_not_fused() -> None:
     call = QuantLinear(shifted, FORM, STORED, OUT)
     assert not call.fused
     call.launch()
-    weight = dequantise(FORM, STORED, (9, 64), torch.bfloat16)
+    weight = dequantise(FORM, STORED, (16, 64), torch.bfloat16)
     torch.testing.assert_close(OUT, functional.linear(shifted, weight), rtol=0.02, atol=0.05)
 
 
@@ -80,8 +88,8 @@ def test_the_quicker_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning.table.cache_clear()
     x = torch.randn(3, 1024, device="cuda").bfloat16()
-    form = WeightFormat.parse("int4")
-    stored = quantise(torch.randn(512, 1024, device="cuda").bfloat16(), form)
+    rows, form = WeightFormat.parse("int4"), WeightFormat("int4", "panels", (1, 64))
+    stored = in_panels(rows, quantise(torch.randn(512, 1024, device="cuda").bfloat16(), rows))
     out = torch.empty(3, 512, device="cuda").bfloat16()
     before = {name: tensor.clone() for name, tensor in stored.items()}
     call = QuantLinear(x, form, stored, out, residual=None, activation="relu")
@@ -90,3 +98,38 @@ def test_the_quicker_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert QuantLinear(x, form, stored, out, activation="relu").choice == call.choice
     assert tuning.table(0).won()[1] == 1
     tuning.table.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["int4-zp", "int8"])
+def test_both_ways_in_a_graph(fused: bool, name: str) -> None:
+    """With a norm ahead that lets it begin early, and in memory of the caller's."""
+    rows = WeightFormat.parse(name)
+    form = WeightFormat(rows.kind, "panels", rows.block, rows.zero_points)
+    stored = in_panels(rows, quantise(torch.randn(512, 1024, device="cuda").bfloat16(), rows))
+    hidden, x = torch.randn(2, 5, 1024, device="cuda").bfloat16()
+    out, scratch = hidden.new_empty(5, 512), hidden.new_empty(512, 1024)
+    weight = dequantise(form, stored, (512, 1024), torch.bfloat16)
+    ahead = ResidualNorm(residual=hidden, norm=Norm("rms", None, None, 1e-6), out=x)
+    workspace = Workspace("cuda")
+    call = QuantLinear(
+        x, form, stored, out, fused=fused, early=True, scratch=scratch, workspace=workspace
+    )
+    ahead.launch(current_stream(x.device))
+    call.launch(current_stream(x.device))
+    torch.cuda.synchronize()
+    wanted, normed = out.clone(), x.clone()
+    exact = functional.linear(normed.double(), weight.double())
+    assert (wanted.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for one in (ahead, call):
+            one.launch(current_stream(x.device))
+    for _ in range(5):
+        for tensor in (x, out, scratch):
+            tensor.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)

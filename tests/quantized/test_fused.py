@@ -20,13 +20,15 @@ from torch import nn
 import offload
 from offload.checkpoint.lazy import Held, LazyTensor
 from offload.errors import UnsupportedError
-from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.models.quantized.coded import Decoder, stand_for
 from offload.models.quantized.layer import Filling
+from offload.models.quantized.panels import arrange
 from offload.models.quantized.stack import Stack
 from offload.models.quantized.whole import WholeWeight
+from offload.models.specs.describe import describe
 
 sys.path.append(str(Path(__file__).parents[1] / "behaviour"))
 import exactness
@@ -90,32 +92,39 @@ def test_packed_folders(source: Source, tmp_path: Path, name: str, asked: Any, p
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "place"), [("llama", "int4", HALF), ("opt", "int8-zp", RESIDENT)]
+    ("name", "asked", "place", "resident"),
+    [("llama", "int4", HALF, (0,)), ("opt", "int8-zp", RESIDENT, (0, 1, 2))],
+    ids=str,
 )
-def test_few_rows_are_multiplied_with_what_is_stored(
+def test_few_rows_take_panels_where_the_layer_stays(
     source: Source,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     asked: Any,
     place: Any,
+    resident: tuple[int, ...],
 ) -> None:
     out, plain = packed(source, tmp_path, name, asked, torch.bfloat16)
     check(out, plain, name, place, torch.bfloat16)
     launched: list[type] = []
-    monkeypatch.setattr(QuantGemm, "launch", lambda self, stream=0: launched.append(QuantGemm))
+    monkeypatch.setattr(QuantLinear, "launch", lambda self, stream=0: launched.append(QuantLinear))
     monkeypatch.setattr(Filling, "launch", lambda self, stream=0: launched.append(Filling))
     layers = plain.config.num_hidden_layers
     with fused(out, place) as model, torch.no_grad():
         ids = torch.full((64, 2), 7)
         name_of_cache = exactness.name_of_cache(model)
         cache = model(input_ids=ids)[name_of_cache]
-        assert f"{4 * layers} products of up to 64 rows take" in str(model.offload.report())
+        report = str(model.offload.report())
+        assert (
+            f"{4 * len(resident)} products of up to 64 rows take quantised weights from" in report
+        )
         # Query, key and value are one product, gate and up as well; the MLP is of two.
         assert launched == [Filling] * 4 * layers
         launched.clear()
         model(input_ids=ids[:, :1], **{name_of_cache: cache})
-        assert launched == [QuantGemm] * 4 * layers
+        kinds = [QuantLinear if index in resident else Filling for index in range(layers)]
+        assert launched == [kind for kind in kinds for _ in range(4)]
 
 
 @pytest.mark.parametrize(("name", "method", "place"), METHODS, ids=str)
@@ -132,7 +141,7 @@ def test_published_methods(
     [("llama", "gptq", HALF), ("qwen2", "awq", RESIDENT), ("opt", "gptq-channel", RESIDENT)],
     ids=str,
 )
-def test_what_other_programs_store_is_rearranged_where_it_stays(
+def test_what_other_programs_store_is_arranged_where_it_stays(
     source: Source,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,11 +157,52 @@ def test_what_other_programs_store_is_rearranged_where_it_stays(
     ids = variants.inputs("llama")["input_ids"]
     with fused(out, RESIDENT, dtype=half) as model, torch.no_grad():
         products = 4 * plain.config.num_hidden_layers
-        assert f"{products} products of up to 64 rows take" in str(model.offload.report())
+        assert f"{products} products of up to 64 rows take quantised weights from panels" in str(
+            model.offload.report()
+        )
         asked = model(input_ids=ids, output_hidden_states=True)  # by the modules themselves
         assert torch.equal(asked.logits, wanted)
     assert all(p.is_meta for p in model.parameters())  # closed: nothing is held
     check(out, plain, name, place, half)
+
+
+@pytest.mark.parametrize("asked", ["int4", "int4-g32-zp", "int8-channel-zp"])
+def test_panels_show_in_no_state_dict_and_are_not_replaced(
+    source: Source, tmp_path: Path, asked: str
+) -> None:
+    out = folders.pack(source("llama"), tmp_path / "out", asked)
+    stored = folders.tensors(out)
+    with fused(out, RESIDENT) as model:
+        held = [name for name, _ in model.model.layers.named_parameters()]
+        assert any(name.endswith("weight_panels") for name in held)
+        wanted = folders.logits(model)
+        state = model.state_dict()
+        assert not any("panel" in name for name in state)
+        for name, tensor in stored.items():
+            assert name.endswith("weight_shape") or torch.equal(state[name], tensor), name
+        part = model.model.layers[1].mlp.up_proj.state_dict()
+        assert torch.equal(
+            part["weight_packed"], stored["model.layers.1.mlp.up_proj.weight_packed"]
+        )
+        for module in (model, model.model.layers[1], model.model.layers[1].mlp.up_proj):
+            with pytest.raises(UnsupportedError, match="load_state_dict"):
+                module.load_state_dict(module.state_dict(), strict=False)
+            with pytest.raises(UnsupportedError, match="cannot be moved or cast"):
+                module.half()
+        assert torch.equal(folders.logits(model), wanted)
+
+
+@pytest.mark.parametrize("asked", ["int4-g32", "int8-zp"])
+def test_modules_compute_the_same_with_panels(source: Source, tmp_path: Path, asked: str) -> None:
+    """Also where they have made their weights of rows before, in the same memory."""
+    out = folders.pack(source("llama"), tmp_path / "out", asked)
+    with offload.run(out, device_map=RESIDENT, device="cpu", engine="transformers") as model:
+        wanted = folders.logits(model)
+        spec = describe(model)
+        for layer, name in zip(spec.layers, spec.layer_names, strict=True):
+            arrange(layer, model.get_submodule(name))
+        assert model.model.layers[1].mlp.up_proj.weight_panels.dtype == torch.uint8
+        assert torch.equal(folders.logits(model), wanted)
 
 
 def test_a_weight_that_nobody_made_shows(

@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload.kernels.int8_linear import Int8Linear
-from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.quant_linear import QuantLinear
 from offload.models.quantized.layer import Filling
 from offload.models.quantized.modules import scratch_bytes
 
@@ -74,7 +74,7 @@ def test_every_number_of_rows(
 ) -> None:
     """No weight is made whole where all are w8a8; others of the same model are as ever."""
     launched: list[type] = []
-    for kind in (QuantGemm, Filling, Int8Linear):
+    for kind in (QuantLinear, Filling, Int8Linear):
         before = kind.launch
 
         def launch(self: Any, stream: int = 0, kind: Any = kind, before: Any = before) -> None:
@@ -83,7 +83,8 @@ def test_every_number_of_rows(
 
         monkeypatch.setattr(kind, "launch", launch)
     out = folders.pack(source("llama"), tmp_path / "out", MIXED)
-    with offload.run(out, device_map="cpu", device="cpu", engine="fused") as model:
+    place = {"": "cpu", "model.layers.1": 0}
+    with offload.run(out, device_map=place, device="cpu", engine="fused") as model:
         layers = model.config.num_hidden_layers
         for batch in (1, 40):
             launched.clear()
@@ -94,7 +95,7 @@ def test_every_number_of_rows(
                 model(input_ids=torch.full((batch, 1), 7), past_key_values=cache)
             # Of the second layer all but `up` is int4: query, key and value, and both outputs.
             assert many.count(Int8Linear) == launched.count(Int8Linear) == 3 * (layers - 1)
-            assert launched.count(QuantGemm) == 3
+            assert launched.count(QuantLinear) == 3
             assert many.count(Filling) == layers + (3 if 2 * batch > 64 else 0)
 
 

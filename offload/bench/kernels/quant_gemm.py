@@ -12,9 +12,9 @@ from offload.bench.kernels.case import Case, Rates, copies, launches, seconds
 from offload.bench.kernels.dequantize import nbytes, random_stored
 from offload.kernels.call import Call, current_stream
 from offload.kernels.dequantize import dequantise
+from offload.kernels.panels import in_rows
 from offload.kernels.quant_gemm import QuantGemm
 from offload.kernels.weight_format import WeightFormat
-from offload.kernels.workspace import Workspace
 
 OP = "quant_gemm"
 DTYPE = torch.bfloat16
@@ -32,13 +32,15 @@ SWEPT = ("int4", "int4-zp", "int4-g32-zp", "int4-g128", "int8")
 class Weights:
     """Copies of matrices that are read back to back, more than L2 holds, and their inputs."""
 
-    def __init__(self, form: WeightFormat, shapes: Shapes, device: torch.device) -> None:
-        self.form, self.shapes, self.device = form, shapes, device
+    def __init__(self, text: str, shapes: Shapes, device: torch.device) -> None:
+        """In panels of the format that is named so."""
+        named = WeightFormat.parse(text)
+        self.form = WeightFormat(named.kind, "panels", named.block, named.zero_points)
+        self.shapes, self.device = shapes, device
         first = self._stored()
         self.nbytes = sum(map(nbytes, first))
         self.count = copies(self.nbytes, device)
         self.every = [first, *(self._stored() for _ in range(self.count - 1))]
-        self.workspace = Workspace(device)
 
     def _stored(self) -> list[dict[str, torch.Tensor]]:
         return [random_stored(self.form, (n, k), self.device) for k, n in self.shapes]
@@ -62,7 +64,6 @@ class Weights:
                     self.form,
                     one,
                     out,
-                    workspace=self.workspace,
                     early=early,
                 )
                 for (x, out), one in zip(xs, stored, strict=True)
@@ -93,8 +94,9 @@ class Weights:
         xs = self.inputs(rows)
 
         def pack(one: dict[str, torch.Tensor], n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-            codes = one["weight_packed"].view(torch.uint8).view(n, k // 2)
-            scales = one["weight_scale"].t()
+            rows = in_rows(self.form, one)
+            codes = rows["weight_packed"].view(torch.uint8).view(n, k // 2)
+            scales = rows["weight_scale"].t()
             both = torch.stack((scales, torch.zeros_like(scales)), -1).contiguous()
             return torch.ops.aten._convert_weight_to_int4pack(codes, 8), both
 
@@ -131,11 +133,10 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shapes.append(("Llama-7B layer", LAYER))
     for name, matrices in shapes:
         for text in FORMS[:1] if quick else FORMS:
-            form = WeightFormat.parse(text)
-            weights = Weights(form, matrices, device)
+            weights = Weights(text, matrices, device)
             for rows in (1, 16) if quick else ROWS:
                 peers = {"cuBLAS bf16": weights.cublas(rows)}
-                if on_gpu and form.kind == "int4" and not form.zero_points:
+                if on_gpu and weights.form.kind == "int4" and not weights.form.zero_points:
                     peers["torch int4"] = weights.torch_int4(rows)
                 yield Case(
                     op=OP,
@@ -163,7 +164,7 @@ def sweep(
         for text in SWEPT:
             if not wanted(f"{name} {text}"):
                 continue
-            weights = Weights(WeightFormat.parse(text), matrices, device)
+            weights = Weights(text, matrices, device)
             bound = weights.nbytes / rates.read
             say(f"{name} {text}  {weights.nbytes / 1e6:.0f} MB, bound {bound * 1e6:.1f} us")
 
@@ -210,7 +211,7 @@ def _problem(weights: Weights, rows: int) -> str:
     exact = functional.linear(x.double(), weight.double())
     allowed = 2 * (functional.linear(x, weight).double() - exact).abs().max().item()
     out.fill_(torch.nan)
-    call = QuantGemm(x, weights.form, weights.every[0][0], out, workspace=weights.workspace)
+    call = QuantGemm(x, weights.form, weights.every[0][0], out)
     call.launch(current_stream(weights.device))
     error = (out.double() - exact).abs().max().item()
     return "" if error <= allowed else f"wrong by {error:.3g}, allowed {allowed:.3g}"

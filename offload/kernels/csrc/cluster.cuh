@@ -25,6 +25,19 @@ __device__ __forceinline__ void store_to_block(float* mine, int rank, float x) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
 }
+
+// What block `rank` of the cluster has where `mine` lies here.
+__device__ __forceinline__ float4 load_from_block(const float4* mine, int rank) {
+    const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+    uint32_t there;
+    float4 x;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(there)
+                 : "memory");
+    return x;
+}
 #endif
 
 }  // namespace offload

@@ -236,31 +236,27 @@ typedef struct {
 } OffloadDequantize;
 
 // output = act(input @ weight.T + bias) + residual for up to 64 rows, with a gate as in
-// OffloadSkinnyGemm; weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k / group, rounded
-// to the dtype only where 4 bits have groups below 64. Partial sums are float32, added in a fixed
-// order.
+// OffloadSkinnyGemm; weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k / group. The
+// weight lies in panels (panels.cuh), gate rows first; sums are float32, added in a fixed order.
 typedef struct {
-    const void* input;  // [rows, depth] at input_stride
-    const void* codes;  // unsigned, of `bits` bits, along the depth: [outputs or 2 outputs, depth]
-    const void* scale;  // [outputs or 2 * outputs, groups], of the dtype
-    const void* zero;   // int32 words of neighbouring rows, [ceil(rows of the weight * bits / 32),
-                        // groups]; null: 2^(bits - 1)
-    const void* bias;   // [outputs or 2 * outputs]; null
+    const void* input;     // [rows, depth] at input_stride
+    const void* codes;     // unsigned, of `bits` bits, in panels of the weight's rows
+    const void* scale;     // [rows of the weight / 16, groups, 8, 2], of the dtype
+    const void* zero;      // bytes likewise, two of 4 bits in one; null: 2^(bits - 1)
+    const void* bias;      // [outputs or 2 * outputs]; null
     const void* residual;  // [rows, outputs] at residual_stride; null
     void* output;          // [rows, outputs] at output_stride; may be `residual`
-    float* workspace;      // partial sums where blocks share a tile
-    uint32_t*
-        counters;  // offload_quant_gemm_counters() of them, zero before the first call; left zero
-    int64_t workspace_bytes;
+    const void* ahead;     // what L2 is told to fetch, at a multiple of 16 bytes; null
     int64_t input_stride, residual_stride, output_stride;
+    int64_t ahead_bytes;  // a multiple of 16
     int32_t rows, outputs, depth;
     int32_t group;       // columns that share a scale: 32, 64, 128 ..., or the depth
     int32_t bits;        // 4 or 8
     int32_t activation;  // OffloadActivationKind
     int32_t gated;
-    int32_t variant;       // 0: chosen by the library; else 1 to offload_quant_gemm_variants()
     int32_t dtype;         // OFFLOAD_F16 or OFFLOAD_BF16
     int32_t launch_early;  // the weight must be in place before the kernel ahead ends
+    int32_t reserved;
 } OffloadQuantGemm;
 
 // A decode step's arguments, taken to places that stay, and its mask held against what is expected:
@@ -347,9 +343,6 @@ int64_t offload_decode_attention_workspace(const OffloadDecodeAttention* argumen
 int64_t offload_skinny_gemm_workspace(const OffloadSkinnyGemm* arguments);
 int64_t offload_skinny_gemm_counters(const OffloadSkinnyGemm* arguments);
 int32_t offload_skinny_gemm_variants(const OffloadSkinnyGemm* arguments);
-int64_t offload_quant_gemm_workspace(const OffloadQuantGemm* arguments);
-int64_t offload_quant_gemm_counters(const OffloadQuantGemm* arguments);
-int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments);
 
 // What went wrong in this thread's latest call that did not return 0.
 const char* offload_last_error(void);

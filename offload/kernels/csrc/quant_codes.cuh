@@ -1,15 +1,17 @@
-// Codes of 4 and 8 bits as operand A of the tensor cores.
+// Codes of 4 and 8 bits as operand A of the tensor cores, as they lie in panels
+// (offload/kernels/panels.py).
 //
-// A lane's codes are neighbours of one row; which columns of the weight they are does not matter to
-// a product, as long as the activations beside them are the same: `arrange` puts these in order. A
-// code becomes an exact number, code + kOffset, in pairs: `0x4300 | code` is the bfloat16 128 +
-// code, `0x5400 | code << 4` the half 64 + code: 7 instructions for 8 codes. A bfloat16 has no room
-// for 8 bits beside their offset, so the lower 7 and the highest are put together: 7 instructions
-// for 4 codes; halves take 4.
+// What is masked out of a word is an operand as it is: the lowest 8 bits of a bfloat16, its
+// mantissa and the last bit of its exponent, count in steps of 2^-133 from 0 on, through the
+// subnormal numbers and into the normal ones; those of a half in steps of 2^-24. So a code is the
+// number code * 2^-133, or 16 times that where it lies 4 bits higher, as int4 codes of the second
+// row do: 5 instructions for 8 codes, 6 for 8 codes of int8, and nothing is subtracted. bfloat16
+// activations are multiplied by 2^64 before, an exact product but for magnitudes from 2^63 on
+// (infinite then), so that sums stay in the middle of float32's range. All is undone where a sum is
+// complete.
 //
-// Either sums of such products are scaled, in float32: (code - zero) * scale summed up is scale *
-// (sum of products - (kOffset + zero) * sum of activations). Or, where a scale has too few columns
-// for that, the weight is scaled before and rounded once to T.
+// (code - zero) * scale summed up is scale * (sum of products with codes - zero * sum of
+// activations), both in float32; the second is a product, too, with codes that all are kMiddle.
 #pragma once
 #include <string.h>
 
@@ -19,138 +21,57 @@
 
 namespace offload {
 
-// (word & mask) | bits, in one instruction: the compiler makes two of it, since it keeps both
-// constants out of registers.
-template <uint32_t kMask, uint32_t kBitsSet>
-__device__ __forceinline__ uint32_t mask_and_set(uint32_t word) {
-#ifdef __CUDA_ARCH__
-    uint32_t y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "n"(kMask), "n"(kBitsSet));
-    return y;
-#else
-    return (word & kMask) | kBitsSet;
-#endif
+// The scale in the low half of a word, or in its high half.
+__device__ __forceinline__ float scale_in(uint32_t word, bool high, __nv_bfloat16) {
+    return __uint_as_float(high ? word & 0xffff0000u : word << 16);
 }
 
-// (~word & mask) | bits
-template <uint32_t kMask, uint32_t kBitsSet>
-__device__ __forceinline__ uint32_t mask_inverse_and_set(uint32_t word) {
-#ifdef __CUDA_ARCH__
-    uint32_t y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(y) : "r"(word), "n"(kMask), "n"(kBitsSet));
-    return y;
-#else
-    return (~word & kMask) | kBitsSet;
-#endif
-}
-
-// The low or the high halves of two words.
-__device__ __forceinline__ uint32_t low_halves(uint32_t x, uint32_t y) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(x, y, 0x5410u);
-#else
-    return (x & 0xffffu) | y << 16;
-#endif
-}
-
-__device__ __forceinline__ uint32_t high_halves(uint32_t x, uint32_t y) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(x, y, 0x7632u);
-#else
-    return x >> 16 | (y & 0xffff0000u);
-#endif
-}
-
-// The bytes i and i + 2 of `word` as the halves 1024 + byte.
-__device__ __forceinline__ uint32_t magic_bytes(uint32_t word, int i) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(word, 0x64646464u, i ? 0x4341u : 0x4240u);
-#else
-    return (word >> 8 * i & 0x00ff00ffu) | 0x64006400u;
-#endif
-}
-
-__device__ __forceinline__ float bits_to_float(uint32_t bits, __nv_bfloat16) {
-    return __uint_as_float(bits << 16);
-}
-
-__device__ __forceinline__ float bits_to_float(uint32_t bits, __half) {
-    const uint16_t half_bits = static_cast<uint16_t>(bits);
+__device__ __forceinline__ float scale_in(uint32_t word, bool high, __half) {
+    const uint16_t bits = static_cast<uint16_t>(high ? word >> 16 : word);
     __half x;
-    memcpy(&x, &half_bits, sizeof x);
+    memcpy(&x, &bits, sizeof x);
     return __half2float(x);
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t float_to_bits(float x) {
-    const T y = from_float<T>(x);
-    uint16_t bits;
-    memcpy(&bits, &y, sizeof bits);
-    return bits;
-}
-
-// Two of the same number, exact in T.
-template <typename T>
-__device__ __forceinline__ uint32_t pair_of(float x) {
-    const uint32_t bits = float_to_bits<T>(x);
-    return low_halves(bits, bits);
-}
-
-template <typename T>
-constexpr uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80u : 0x3c003c00u;
-
 template <typename T, int kBits>
-struct Codes;
+struct Codes {
+    static constexpr bool kEnlarged = std::is_same_v<T, __nv_bfloat16>;
+    static constexpr int kMiddle = 1 << (kBits - 1);  // the zero of symmetric codes
+    // What sums are multiplied by in the end, of a lane's first row and of its second, 8 below.
+    static constexpr float kFirst = kEnlarged ? 0x1p69f : 0x1p24f;
+    static constexpr float kSecond = kBits == 4 ? kFirst / 16 : kFirst;
 
-template <typename T>
-struct Codes<T, 4> {
-    static constexpr bool kBrain = std::is_same_v<T, __nv_bfloat16>;
-    static constexpr int kMiddle = 8;  // the zero of symmetric codes
-    static constexpr int kOffset = kBrain ? 128 : 64;
-
-    // Codes (0, 4), (1, 5), (2, 6), (3, 7) of a word.
-    __device__ __forceinline__ static void expand(uint32_t word, uint32_t (&w)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (kBrain)
-                w[i] = mask_and_set<0x000f000fu, 0x43004300u>(word >> 4 * i);
-            else
-                w[i] = mask_and_set<0x00f000f0u, 0x54005400u>(i == 0 ? word << 4
-                                                                     : word >> 4 * (i - 1));
+    // Operand j of a lane's 16 bytes.
+    __device__ __forceinline__ static void operand(const uint4& words, int j, uint32_t (&w)[4]) {
+        if constexpr (kBits == 4) {
+            const uint32_t word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
+            w[0] = word & 0x000f000fu;
+            w[1] = word & 0x00f000f0u;
+            w[2] = word >> 8 & 0x000f000fu;
+            w[3] = word >> 8 & 0x00f000f0u;
+        } else {
+            const uint32_t first = j ? words.z : words.x, second = j ? words.w : words.y;
+            w[0] = first & 0x00ff00ffu;
+            w[1] = second & 0x00ff00ffu;
+            w[2] = first >> 8 & 0x00ff00ffu;
+            w[3] = second >> 8 & 0x00ff00ffu;
         }
     }
 
-    // 8 activations in the order of `expand`.
-    __device__ __forceinline__ static uint4 arrange(const uint4& x) {
-        return make_uint4(low_halves(x.x, x.z), high_halves(x.x, x.z), low_halves(x.y, x.w),
-                          high_halves(x.y, x.w));
-    }
-};
-
-template <typename T>
-struct Codes<T, 8> {
-    static constexpr bool kBrain = std::is_same_v<T, __nv_bfloat16>;
-    static constexpr int kMiddle = 128;
-    static constexpr int kOffset = -128;
-
-    // Codes (0, 2), (1, 3) of a word.
-    __device__ __forceinline__ static void expand(uint32_t word, uint32_t (&w)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (kBrain) {
-                const uint32_t low = mask_and_set<0x007f007fu, 0x43004300u>(word >> 8 * i);
-                // -128, or -256 where the highest bit is 0.
-                const uint32_t high = mask_inverse_and_set<0x00800080u, 0xc300c300u>(word >> 8 * i);
-                w[i] = multiply_add_pair(low, kOnes<T>, high, T());
-            } else {
-                w[i] = multiply_add_pair(magic_bytes(word, i), kOnes<T>, 0xe480e480u, T());
-            }
-        }
+    // Adds the products of a lane's 8 activations, of two operands, with -kMiddle.
+    __device__ __forceinline__ static void subtract_middle(float (&sum)[4], const uint4& x) {
+        constexpr uint32_t kA = kBits == 4 ? 0x80088008u : 0x80808080u, kB = 0x80808080u;
+        multiply_tile(sum, kA, kB, kA, kB, x.x, x.y, T());
+        multiply_tile(sum, kA, kB, kA, kB, x.z, x.w, T());
     }
 
-    __device__ __forceinline__ static uint4 arrange(const uint4& x) {
-        return make_uint4(low_halves(x.x, x.y), high_halves(x.x, x.y), low_halves(x.z, x.w),
-                          high_halves(x.z, x.w));
+    __device__ __forceinline__ static uint4 enlarge(const uint4& x) {
+        if (!kEnlarged) return x;
+        constexpr uint32_t kTimes = 0x5f805f80u, kMinusZero = 0x80008000u;  // 2^64
+        return make_uint4(multiply_add_pair(x.x, kTimes, kMinusZero, T()),
+                          multiply_add_pair(x.y, kTimes, kMinusZero, T()),
+                          multiply_add_pair(x.z, kTimes, kMinusZero, T()),
+                          multiply_add_pair(x.w, kTimes, kMinusZero, T()));
     }
 };
 

@@ -1,6 +1,8 @@
 // Products with quantised weights: which kernel of quant_gemm.cuh runs, and how it is launched.
 #include <algorithm>
-#include <atomic>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "quant_gemm.cuh"
 
@@ -8,56 +10,47 @@ namespace offload {
 namespace {
 
 constexpr int kMostRows = 64;
-constexpr int kMostAtOnce = 16;  // rows; of more the weight is read several times
-constexpr int kFewRows = 8;
+constexpr int kMostAtOnce = 32;  // rows; of more the weight is read twice
 constexpr int kMostSize = 1 << 29;
+constexpr int kMostBlocks = 1 << 13;
+constexpr int kMostCluster = 8;
 
 using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
 
-struct QuantChoice {
-    QuantKernel kernel = nullptr;
-    int index = 0;  // of the kernel, for what must be told to CUDA once
-    bool scale_weights = false;
-    int threads = 0, blocks = 0;  // of a multiprocessor
-    int tile_rows = 0, chunk_bytes = 0, chunk_steps = 0, step_depth = 0;
-    int half_sums = 0, parts_bytes = 0;
+struct QuantForm {
+    QuantKernel kernel;
+    int tiles, warps, chunk_depth;
+    int chunk_starts;  // bytes that a chunk's sums of activations take
+    int rings, part;  // bytes: of all warps' rings with their barriers; of a warp and bundle's sums
 };
 
-template <typename T, int kBits, int kColumns, int kWarps, int kTiles, int kGroups, int kSteps,
-          bool kScaleWeights>
-QuantChoice choose_kernel(int index) {
-    using Shape = QuantShape<kBits, kColumns, kWarps, kTiles, kGroups, kSteps>;
-    return {quant_gemm_kernel<T, kBits, kColumns, kWarps, kTiles, kGroups, kSteps, kScaleWeights>,
-            index,
-            kScaleWeights,
-            Shape::kThreads,
-            kQuantWarps / kWarps,
-            Shape::kTileRows,
-            Shape::kChunkBytes,
-            Shape::kChunkSteps,
-            Shape::kStepDepth,
-            kScaleWeights ? 0 : Shape::kHalfSums,
-            Shape::kPartsBytes};
+template <typename T, int kBits, typename Shape>
+QuantForm form_of() {
+    return {quant_gemm_kernel<T, kBits, Shape>,
+            Shape::kTiles,
+            Shape::kWarps,
+            Shape::kChunkDepth,
+            Shape::kHalves * Shape::kStartBytes,
+            Shape::kWarps * (Shape::kRingBytes + Shape::kStages * 8),
+            Shape::kPartFloats * 4};
 }
 
-constexpr int kQuantKernels = 12;
-
-// Sums are scaled where 32 bytes of codes share a scale.
-template <typename T, int kBits, bool kScaleWeights>
-QuantChoice kernel_of(int rows, int base) {
-    return rows <= kFewRows ? choose_kernel<T, kBits, 1, 8, 1, 2, 2, kScaleWeights>(base)
-                            : choose_kernel<T, kBits, 2, 16, 1, 2, 2, kScaleWeights>(base + 1);
+// The quickest that were measured on an H200.
+template <typename T, int kBits, int kHalves>
+QuantForm form_of(int rows) {
+    return rows <= 8    ? form_of<T, kBits, QuantShape<kBits, kHalves, 1, 2, 16, 2, 2, 1>>()
+           : rows <= 16 ? form_of<T, kBits, QuantShape<kBits, kHalves, 2, 2, 16, 2, 2, 1>>()
+                        : form_of<T, kBits, QuantShape<kBits, kHalves, 4, 2, 12, 2, 2, 1>>();
 }
 
 template <typename T>
-QuantChoice kernel_of(const OffloadQuantGemm& a, int base) {
-    if (a.bits == 8) return kernel_of<T, 8, false>(a.rows, base);
-    return a.group < 64 ? kernel_of<T, 4, true>(a.rows, base + 2)
-                        : kernel_of<T, 4, false>(a.rows, base + 4);
+QuantForm form_of(const OffloadQuantGemm& a) {
+    if (a.bits == 8) return form_of<T, 8, 1>(a.rows);
+    return a.group < 64 ? form_of<T, 4, 2>(a.rows) : form_of<T, 4, 1>(a.rows);
 }
 
-QuantChoice kernel_of(const OffloadQuantGemm& a) {
-    return a.dtype == OFFLOAD_F16 ? kernel_of<__half>(a, 0) : kernel_of<__nv_bfloat16>(a, 6);
+QuantForm form_of(const OffloadQuantGemm& a) {
+    return a.dtype == OFFLOAD_F16 ? form_of<__half>(a) : form_of<__nv_bfloat16>(a);
 }
 
 int check_arguments(const OffloadQuantGemm& a) {
@@ -67,12 +60,12 @@ int check_arguments(const OffloadQuantGemm& a) {
         return refuse("quant_gemm: bits must be 4 or 8, not %d", a.bits);
     if (a.rows < 0 || a.rows > kMostRows)
         return refuse("quant_gemm: rows must be 0 to %d, not %d", kMostRows, a.rows);
-    if (a.outputs < 1 || a.depth < 1 || a.outputs > kMostSize || a.depth > kMostSize)
-        return refuse("quant_gemm: outputs and depth must be 1 to %d, not %d and %d", kMostSize,
-                      a.outputs, a.depth);
-    const int lane_depth = 128 / a.bits;  // codes in 16 bytes
-    if (a.depth % lane_depth)
-        return refuse("quant_gemm: the depth must be a multiple of %d, not %d", lane_depth,
+    if (a.outputs < 16 || a.outputs > kMostSize || a.outputs % 16)
+        return refuse("quant_gemm: outputs must be a multiple of 16 of 16 to %d, not %d", kMostSize,
+                      a.outputs);
+    const int chunk_depth = 256 / a.bits;
+    if (a.depth < 1 || a.depth > kMostSize || a.depth % chunk_depth)
+        return refuse("quant_gemm: the depth must be a multiple of %d, not %d", chunk_depth,
                       a.depth);
     const bool power = a.group > 0 && (a.group & (a.group - 1)) == 0;
     if (a.group != a.depth && !(power && a.group >= 32 && a.depth % a.group == 0))
@@ -93,112 +86,154 @@ int check_arguments(const OffloadQuantGemm& a) {
         return refuse("quant_gemm: activation %d is unknown", a.activation);
     if (!aligned16(a.input) || !aligned16(a.codes))
         return refuse("quant_gemm: input and codes must lie at multiples of 16 bytes");
-    const int64_t products = static_cast<int64_t>(a.outputs) * (a.gated ? 2 : 1);
-    if (products * (a.depth / a.group) > INT32_MAX || products * a.depth / lane_depth > INT32_MAX)
-        return refuse("quant_gemm: a weight of %lld x %d is too large",
-                      static_cast<long long>(products), a.depth);
+    if (!aligned16(a.ahead) || a.ahead_bytes < 0)
+        return refuse("quant_gemm: what is fetched ahead must lie at a multiple of 16 bytes");
+    if (reinterpret_cast<uintptr_t>(a.scale) % 4 || reinterpret_cast<uintptr_t>(a.zero) % 2)
+        return refuse("quant_gemm: scales must lie at multiples of 4 bytes, zeros of 2");
     return 0;
-}
-
-struct QuantCall {
-    QuantChoice choice;
-    QuantPlan plan;
-    int blocks, shared;
-};
-
-// What a block may have; CUDA takes 1 KiB of every block's share.
-int shared_room(const QuantChoice& c, const Device& device) {
-    return (device.shared_per_block + 1024) / c.blocks - 1024;
 }
 
 int ceil_div(int a, int b) { return (a - 1) / b + 1; }
 
-// Where everything lies in shared memory if there are as many passes; false where there is no room.
-bool lay_out(const OffloadQuantGemm& a, const QuantChoice& c, int room, int passes,
+struct QuantCall {
+    QuantForm form;
+    QuantPlan plan;
+    int blocks, shared;
+};
+
+cudaLaunchAttribute cluster_attribute(int blocks) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    return attribute;
+}
+
+// How many clusters of so many blocks run at once, with all of a multiprocessor's shared memory a
+// block. Asked once for each; the first time the kernel is told that it may have that.
+int count_clusters(const QuantForm& form, const Device& device, int cluster, int* count) {
+    static std::mutex mutex;
+    static std::map<std::tuple<int, QuantKernel, int>, int> known;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto key = std::make_tuple(device.index, form.kernel, cluster);
+    const auto found = known.find(key);
+    if (found != known.end()) {
+        *count = found->second;
+        return 0;
+    }
+    const std::pair<cudaFuncAttribute, int> wanted[] = {
+        {cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block},
+        {cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared}};
+    for (const auto& [attribute, value] : wanted)
+        if (int status =
+                cuda_status("quant_gemm", cudaFuncSetAttribute(form.kernel, attribute, value)))
+            return status;
+    *count = device.multiprocessors;
+    if (cluster > 1) {
+        cudaLaunchConfig_t config = {};
+        cudaLaunchAttribute attribute = cluster_attribute(cluster);
+        config.gridDim = dim3(static_cast<unsigned>(cluster));
+        config.blockDim = dim3(static_cast<unsigned>(form.warps * 32));
+        config.dynamicSmemBytes = static_cast<size_t>(device.shared_per_block);
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        if (int status = cuda_status("quant_gemm",
+                                     cudaOccupancyMaxActiveClusters(count, form.kernel, &config)))
+            return status;
+    }
+    known.emplace(key, *count);
+    return 0;
+}
+
+// Where everything lies if `clusters` of `cluster` blocks share out the work; false where there is
+// no room.
+bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int clusters,
              QuantCall& call) {
-    constexpr int kLeastStages = 3, kMostStages = 6;
+    const QuantForm& form = call.form;
     QuantPlan& p = call.plan;
-    p.pass_chunks = ceil_div(p.chunks, passes);
-    const int pass_steps = p.pass_chunks * c.chunk_steps;
-    const int64_t steps = std::min(pass_steps, p.steps);
-    const int64_t pitch = steps * c.step_depth * 2 + 64;
-    const int64_t inputs = pitch * a.rows, sums = steps * 2 * c.half_sums;
-    const int64_t earlier = passes == 1 ? 0 : int64_t{p.tiles} * c.tile_rows * a.rows * 4;
-    const int64_t rest = inputs + sums + c.parts_bytes + earlier;
-    const int stage_bytes = c.tile_rows * c.chunk_bytes;
-    if (rest + kLeastStages * stage_bytes > room) return false;
-    p.stages = static_cast<int>(std::min<int64_t>((room - rest) / stage_bytes, kMostStages));
+    p.cluster = cluster;
+    p.chunks = a.depth / form.chunk_depth;
+    if (p.chunks < cluster) return false;
+    p.block_chunks = p.chunks / cluster;
+    p.longer_blocks = p.chunks % cluster;
+    p.tiles = a.outputs / 16;
+    const int bundles = a.gated ? p.tiles : ceil_div(p.tiles, form.tiles);
+    clusters = std::min(clusters, bundles);
+    p.bundles = bundles / clusters;
+    p.longer_clusters = bundles % clusters;
+    p.groups = a.depth / a.group;
+    p.group_shift = 31;  // one group
+    if (a.group != a.depth)
+        for (p.group_shift = 0; form.chunk_depth << p.group_shift < a.group;) ++p.group_shift;
+    call.blocks = clusters * cluster;
+
+    const int64_t most_chunks = p.block_chunks + (p.longer_blocks > 0);
+    const int64_t row_bytes = most_chunks * form.chunk_depth * 2;
+    const auto aligned = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+    const int64_t pitch = aligned(row_bytes) + 64;  // two rows' pieces meet no bank twice
+    const int64_t starts_at = aligned(pitch * a.rows);
+    const int64_t rings_at = aligned(starts_at + most_chunks * form.chunk_starts);
+    const int64_t parts_at = aligned(rings_at + form.rings);
+    const int64_t most_bundles =
+        (p.bundles + (p.longer_clusters > 0)) * (a.gated && form.tiles == 1 ? 2ll : 1ll);
+    const int64_t shared = parts_at + (form.warps + most_bundles - 1) * form.part;
+    if (shared > device.shared_per_block) return false;
     p.input_pitch = static_cast<int>(pitch);
-    p.inputs_at = p.stages * stage_bytes;
-    p.input_sums_at = p.inputs_at + static_cast<int>(inputs);
-    p.parts_at = p.input_sums_at + static_cast<int>(sums);
-    p.passes_at = p.parts_at + c.parts_bytes;
-    call.shared = p.passes_at + static_cast<int>(earlier);
+    p.starts_at = static_cast<int>(starts_at);
+    p.rings_at = static_cast<int>(rings_at);
+    p.parts_at = static_cast<int>(parts_at);
+    call.shared = static_cast<int>(shared);
     return true;
 }
 
-int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call) {
-    if (int status = check_arguments(a)) return status;
-    if (a.variant < 0 || a.variant > 1)
-        return refuse("quant_gemm: variant must be 0 or 1, not %d", a.variant);
-    call.choice = kernel_of(a);
-    const QuantChoice& c = call.choice;
-    QuantPlan& p = call.plan;
-    p.row_bytes = static_cast<int32_t>(static_cast<int64_t>(a.depth) * a.bits / 8);
-    p.chunks = ceil_div(p.row_bytes, c.chunk_bytes);
-    p.steps = ceil_div(p.row_bytes, kStepBytes);
-    p.groups = a.depth / a.group;
-    p.group_shift = 31;
-    if (a.group != a.depth)
-        for (p.group_shift = 0; 1 << p.group_shift < a.group;) ++p.group_shift;
-    const bool even = p.groups % 2 == 0 && reinterpret_cast<uintptr_t>(a.scale) % 4 == 0 &&
-                      reinterpret_cast<uintptr_t>(a.zero) % 8 == 0;
-    p.step_scales = a.group >= c.step_depth                                   ? kScalesShared
-                    : even && a.group * 2 == c.step_depth && !c.scale_weights ? kScalesPaired
-                                                                              : kScalesApart;
-    // More blocks than run at once, where one has no room for the sums of all of its outputs.
-    constexpr int kMostWaves = 64;
-    const int tile_outputs = a.gated ? c.tile_rows / 2 : c.tile_rows;
-    for (int waves = 1; waves <= kMostWaves; waves *= 2) {
-        call.blocks = std::min(device.multiprocessors * c.blocks * waves, ceil_div(a.outputs, 8));
-        const int most = ceil_div(a.outputs, call.blocks);
-        p.block_outputs = a.outputs / call.blocks;
-        p.longer_blocks = a.outputs % call.blocks;
-        p.tiles = ceil_div(most, tile_outputs);
-        p.tile_outputs = ceil_div(most, p.tiles);
-        for (int passes = 1; passes <= p.chunks; ++passes)
-            if (lay_out(a, c, shared_room(c, device), passes, call)) return 0;
+// The size of cluster that keeps most multiprocessors busy; `found` where there is one with room.
+int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, bool& found) {
+    QuantCall tried;
+    tried.form = form_of(a);
+    found = false;
+    double best = 0.;
+    const int most = device.major >= 9 ? kMostCluster : 1;
+    for (int cluster = 1; cluster <= most; cluster *= 2) {
+        int clusters = 0;
+        if (int status = count_clusters(tried.form, device, cluster, &clusters)) return status;
+        if (clusters == 0) continue;
+        // More than run at once, where one has no room for the sums of all of its outputs.
+        for (int waves = 1; clusters * waves * cluster <= kMostBlocks; waves *= 2) {
+            if (!lay_out(a, device, cluster, clusters * waves, tried)) continue;
+            const QuantPlan& p = tried.plan;
+            const int turns = ceil_div(tried.blocks, clusters * cluster);
+            const int longest = (p.bundles + (p.longer_clusters > 0)) * turns;
+            const int bundles = a.gated ? p.tiles : ceil_div(p.tiles, tried.form.tiles);
+            // Blocks of a cluster wait for each other.
+            const double busy = static_cast<double>(bundles) * cluster /
+                                (static_cast<double>(longest) * device.multiprocessors) *
+                                (cluster == 1 ? 1. : 0.97);
+            if (busy > best) {
+                best = busy;
+                call = tried;
+                found = true;
+            }
+            break;
+        }
     }
-    return refuse("quant_gemm: this device has too little shared memory for %d rows and %d outputs",
-                  a.rows, a.outputs);
-}
-
-// How many rows a launch takes: fewer where a device has too little shared memory for more.
-int rows_at_once(const OffloadQuantGemm& a, const Device& device) {
-    if (a.rows <= kFewRows) return kFewRows;
-    OffloadQuantGemm part = a;
-    part.rows = std::min(kMostAtOnce, a.rows);
-    QuantCall call;
-    return make_call(part, device, call) == 0 ? kMostAtOnce : kFewRows;
-}
-
-// Tells CUDA once a device that the kernel may use so much shared memory.
-int allow_shared(const QuantChoice& c, const Device& device) {
-    static std::atomic<uint64_t> told[kQuantKernels];
-    const uint64_t bit = 1ull << device.index;
-    if (told[c.index].load(std::memory_order_relaxed) & bit) return 0;
-    if (int status =
-            cuda_status("quant_gemm",
-                        cudaFuncSetAttribute(c.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             device.shared_per_block)))
-        return status;
-    if (int status = cuda_status(
-            "quant_gemm",
-            cudaFuncSetAttribute(c.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared)))
-        return status;
-    told[c.index].fetch_or(bit, std::memory_order_relaxed);
     return 0;
+}
+
+int launch_call(const QuantCall& call, const OffloadQuantGemm& a, void* stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(call.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(call.form.warps * 32));
+    config.dynamicSmemBytes = static_cast<size_t>(call.shared);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attributes[2] = {};
+    if (a.launch_early && current_device().major >= 9) {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+    }
+    if (call.plan.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(call.plan.cluster);
+    config.attrs = attributes;
+    return cuda_status("quant_gemm", cudaLaunchKernelEx(&config, call.form.kernel, a, call.plan));
 }
 
 }  // namespace
@@ -209,39 +244,37 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     const OffloadQuantGemm& a = *arguments;
     const Device& device = current_device();
     if (device.index < 0) return -1;
-    QuantCall call;
     if (int status = check_arguments(a)) return status;
     if (a.rows == 0) return 0;
     if (!a.input || !a.codes || !a.scale || !a.output)
         return refuse("quant_gemm: input, codes, scale and output must not be null");
-    const int at_once = rows_at_once(a, device);
-    for (int first = 0; first < a.rows; first += at_once) {
-        OffloadQuantGemm part = a;
-        part.rows = std::min(at_once, a.rows - first);
+    // Fewer rows at once where more have no room.
+    OffloadQuantGemm part = a;
+    part.rows = std::min(a.rows, kMostAtOnce);
+    if (a.rows > kMostAtOnce) part.rows = ceil_div(ceil_div(a.rows, 2), 8) * 8;
+    QuantCall call;
+    for (bool found = false; !found;) {
+        if (int status = make_call(part, device, call, found)) return status;
+        if (found) break;
+        if (part.rows == 1)
+            return refuse("quant_gemm: this device has too little shared memory for depth %d",
+                          a.depth);
+        part.rows = part.rows > 16 ? 16 : part.rows > 8 ? 8 : ceil_div(part.rows, 2);
+    }
+    for (int first = 0, at_once = part.rows; first < a.rows; first += at_once) {
+        const int rows = std::min(at_once, a.rows - first);
+        if (rows != part.rows) {
+            bool found = false;
+            part.rows = rows;
+            if (int status = make_call(part, device, call, found)) return status;
+            if (!found) return refuse("quant_gemm: no room for %d rows", rows);
+        }
         part.input = static_cast<const uint16_t*>(a.input) + first * a.input_stride;
         part.output = static_cast<uint16_t*>(a.output) + first * a.output_stride;
         if (a.residual)
             part.residual = static_cast<const uint16_t*>(a.residual) + first * a.residual_stride;
-        if (int status = make_call(part, device, call)) return status;
-        if (int status = allow_shared(call.choice, device)) return status;
-        if (int status =
-                launch("quant_gemm", call.choice.kernel, dim3(static_cast<unsigned>(call.blocks)),
-                       dim3(static_cast<unsigned>(call.choice.threads)),
-                       static_cast<size_t>(call.shared), stream, a.launch_early, part, call.plan))
-            return status;
+        part.ahead = first + rows < a.rows ? nullptr : a.ahead;
+        if (int status = launch_call(call, part, stream)) return status;
     }
     return 0;
-}
-
-// No block needs another's sums.
-OFFLOAD_API int64_t offload_quant_gemm_workspace(const OffloadQuantGemm* arguments) {
-    return offload::check_arguments(*arguments) ? -1 : 0;
-}
-
-OFFLOAD_API int64_t offload_quant_gemm_counters(const OffloadQuantGemm* arguments) {
-    return offload::check_arguments(*arguments) ? -1 : 0;
-}
-
-OFFLOAD_API int32_t offload_quant_gemm_variants(const OffloadQuantGemm* arguments) {
-    return offload::check_arguments(*arguments) ? -1 : 1;
 }

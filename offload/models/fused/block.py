@@ -11,7 +11,7 @@ from offload.kernels import Norm
 from offload.kernels.call import Call
 from offload.kernels.int8_linear import Int8Linear, Int8Rows
 from offload.kernels.linear import Linear
-from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize_rows import QuantizeRows
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
@@ -225,7 +225,8 @@ def _linear(into: Rows, product: Product, out: torch.Tensor, work: Prefill, **af
         return
     assert isinstance(into, torch.Tensor)
     if stored is not None:
-        call = QuantGemm(into, stored.form, stored.tensors, out, workspace=work.workspace, **after)
+        after |= {"scratch": product.weight, "workspace": work.workspace}
+        call = QuantLinear(into, stored.form, stored.tensors, out, **after)
     else:
         if product.filling is not None:
             product.filling.launch(work.stream)

@@ -174,8 +174,8 @@ class FusedEngine(NotCopied):
         as_stored, in_int8 = self._layers.multiplied_as_stored
         if as_stored:
             found.append(
-                f"{as_stored} products of up to {STORED_ROWS} rows take quantised weights as they "
-                "are stored"
+                f"{as_stored} products of up to {STORED_ROWS} rows take quantised weights from "
+                "panels, where that is quicker"
             )
         if in_int8:
             found.append(f"{in_int8} products take activations in int8, with a scale a token")

@@ -13,8 +13,8 @@ from offload.models.adjacent import lie_together
 from offload.models.fused.layer_weights import LayerWeights
 from offload.models.hooked import LayerForward
 from offload.models.parts import Part
-from offload.models.quantized.in_rows import rearrange
 from offload.models.quantized.layer import QuantisedLayer, adjacent_of
+from offload.models.quantized.panels import arrange
 from offload.models.quantized.scratch import Scratch
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.models.watched import Hooks, Structure, Watched, parameters_of
@@ -65,7 +65,7 @@ class ResidentLayer:
     def __init__(self, spec: LayerSpec, part: Part) -> None:
         self.spec = spec
         module = part.modules[0]
-        rearrange(module)
+        arrange(spec, module)
         self.quantised = QuantisedLayer.of(spec, module)
         for group in adjacent_of(spec, self.quantised):
             _lay_together(module, group)
@@ -119,8 +119,8 @@ class DecoderLayers:
 
     @property
     def multiplied_as_stored(self) -> tuple[int, int]:
-        """How many products take quantised weights as they are, where rows are few; and how many
-        of any number of rows, which are rounded to int8.
+        """How many products may take quantised weights as they are, where rows are few; and how
+        many of any number of rows, which are rounded to int8.
         """
         products = [
             getattr(layer.like, name) for layer in self.layers for name in layer.spec.linears()

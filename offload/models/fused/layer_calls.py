@@ -13,7 +13,7 @@ from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import Call
 from offload.kernels.int8_linear import Int8Linear
 from offload.kernels.linear import Linear
-from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
@@ -223,8 +223,11 @@ class LayerCalls:
                 chain.add(ResidualNorm, residual=into, norm=norm, out=normed)
                 into = normed
             weight = stored.form, stored.tensors
-            kind = Int8Linear if product.int8 else QuantGemm
-            chain.add(kind, into, *weight, out, workspace=self.workspace, **around)
+            if product.int8:
+                chain.add(Int8Linear, into, *weight, out, workspace=self.workspace, **around)
+            else:
+                around |= {"scratch": product.weight, "workspace": self.workspace}
+                chain.add(QuantLinear, into, *weight, out, **around)
             return
         if product.filling is not None:
             chain.fill(product.filling)
@@ -269,6 +272,6 @@ class Chain:
         self._ahead = None
 
     def _behind_own(self) -> bool:
-        if isinstance(self._ahead, Linear):
-            return self._ahead.choice is not None and self._ahead.choice.way != "cublas"
+        if isinstance(self._ahead, (Linear, QuantLinear)):
+            return self._ahead.own
         return self._ahead is not None

@@ -21,8 +21,8 @@ class Product:
     """The operands of a product: weight [outputs, inputs] (or `transposed`), bias [outputs].
 
     A quantised weight is whole where `filling` was launched since its layer was entered; `stored`
-    is the same weight for a few rows, which are multiplied with it as it is, or for all, which are
-    rounded to int8: then there is no whole one, and `weight` has no memory.
+    is the same weight in panels, which a few rows may be multiplied with as they are, or for all
+    rows, which are rounded to int8: then there is no whole one, and `weight` has no memory.
     """
 
     weight: torch.Tensor
@@ -32,7 +32,7 @@ class Product:
     stored: StoredWeight | None = None
 
     def as_stored(self, rows: int) -> StoredWeight | None:
-        """What so many rows are multiplied with as it is stored; None: with the whole weight."""
+        """What so many rows may be multiplied with as it is stored; None: with the whole weight."""
         return self.stored if rows <= MOST_ROWS or self.int8 else None
 
     @property

@@ -68,6 +68,11 @@ class QuantisedForward:
             scratch.top = top
             scratch.lock.release()
 
+    def become(self, old: WholeWeight, new: WholeWeight) -> None:
+        """`old`, one of its weights, is stored as `new` from now on, in the same memory."""
+        self.weights = tuple(new if weight is old else weight for weight in self.weights)
+        self._made.clear()  # by its addresses alone the memory would look the same
+
     def _check_kept(self, parameters: Mapping[str, Any]) -> None:
         """Refuse weights of the user's own: they would not be computed with."""
         for weight in self.weights:

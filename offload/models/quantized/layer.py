@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from offload.kernels.int8_linear import why_not_int8
-from offload.kernels.quant_gemm import why_not_fused
 from offload.models.quantized.coded import Decoder
 from offload.models.quantized.modules import quantised_forwards
 from offload.models.quantized.scratch import Scratch
@@ -143,16 +142,11 @@ class QuantisedLayer:
     def multiplied_as_it_is(
         self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
     ) -> StoredWeight | None:
-        """What is stored for a product's weight, where a few rows can be multiplied with that, or
-        any number of them, rounded to int8.
+        """What is stored for a product's weight, where rows are multiplied with that: a few of
+        them with panels, any number with int8, rounded to it.
         """
         stack = self._stacks.get(linear)
-        if stack is None:
-            return None
-        dtype = self._weights[linear.weights[0]].placeholder.dtype
-        if self.in_int8(linear):
-            return stack.stored(tensors)
-        if why_not_fused(stack.form, dtype, stack.scale, stack.shape[1]):
+        if stack is None or not (stack.form.layout == "panels" or self.in_int8(linear)):
             return None
         return stack.stored(tensors)
 

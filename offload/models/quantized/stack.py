@@ -12,11 +12,11 @@ from offload.checkpoint.lazy import Coded
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
 from offload.models.quantized.coded import Decoder
-from offload.models.quantized.in_rows import rearranged
+from offload.models.quantized.panels import in_panels
 from offload.models.quantized.whole import WholeWeight
 
 # Of their stored tensors, each row belongs to one output, or to some that lie together.
-_BY_ROWS = ("packed", "plain", "fp8_block", "mxfp4")
+_BY_ROWS = ("packed", "plain", "fp8_block", "panels", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class Stack:
     """
 
     form: WeightFormat
-    scale: torch.dtype
     shape: tuple[int, int]  # of all of them together
     parts: Mapping[str, tuple[str, ...]]
 
@@ -60,7 +59,6 @@ class Stack:
                 return None
         return cls(
             first.form,
-            stored[first.form.scale_name][0],
             (sum(rows), first.shape[-1]),
             dict(zip(stored, _parts(weights), strict=True)),
         )
@@ -75,13 +73,10 @@ class Stack:
 
 def stored_together(weights: Mapping[str, WholeWeight]) -> list[tuple[str, ...]]:
     """What is stored for weights of a layer, like ones together, by names in it: each group is to
-    lie without a gap. Empty where the weights are no stack, and become none where the layer stays
-    and what is stored is rearranged.
+    lie without a gap. Empty where the weights are no stack, and become none in panels.
     """
-    if Stack.of(weights) is None:
-        later = {name: new for name, x in weights.items() if (new := rearranged(x)) is not None}
-        if len(later) < len(weights) or Stack.of(later) is None:
-            return []
+    if Stack.of(weights) is None and in_panels(weights) is None:
+        return []
     return _parts(weights)
 
 
