@@ -75,7 +75,7 @@ def test_a_folder_whose_config_names_no_dtype(tmp_path: Path) -> None:
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint folder: it has no config.json"):
+    with pytest.raises(CheckpointError, match="is no checkpoint folder: it has no config"):
         folder_profile(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
     with pytest.raises(CheckpointError, match="describes no model"):
