@@ -507,6 +507,15 @@ def test_threads_beside_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         assert HostAttention(**a, out=out, pool=fourteen, beside_stream=True).threads == threads
         assert HostAttention(**a, out=out, pool=fourteen).threads == 14
     assert [pool(n).beside_stream(1, bf16) for n in (1, 2, 3)] == [1, 2, 3]
+    monkeypatch.setattr(HostLibrary, "paths", lambda self: ("portable", "avx512", "amx"))
+    for group, dtype, threads in (
+        (1, bf16, 10),
+        (3, bf16, 14),
+        (4, bf16, 12),
+        (8, torch.int8, 12),
+        (8, torch.float16, 14),
+    ):
+        assert fourteen.beside_stream(group, dtype) == threads
     monkeypatch.setattr(HostLibrary, "paths", lambda self: ("portable", "avx2"))
     assert fourteen.beside_stream(1, bf16) == 14
 
