@@ -18,6 +18,8 @@ from offload.models.modules import find_layers, shared_parameters
 from offload.models.parts import Part
 from offload.models.quantized.modules import scratch_bytes, whole_parameters
 from offload.models.shape import ModelShape
+from offload.models.specs.describe import describe_layers
+from offload.models.specs.spec import CannotExpress
 from offload.scheduler.engine import Engine
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
 
@@ -49,6 +51,7 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
         kv_heads=max(1, shape.kv_width * shape.heads // max(1, 2 * query_width)),
         group=max(1, 2 * query_width // max(1, shape.kv_width)),
         vocabulary=shape.vocabulary,
+        score_heads=_score_heads(model),
     )
 
 
@@ -119,6 +122,16 @@ def folder_profile(folder: Path, dtype: torch.dtype | None = None) -> ModelProfi
         held = [extent.dtype for extent in open_checkpoint(folder).tensors.values()]
         dtype = next((d for d in held if d in _NATIVE), None)
     return config_profile(config, str(folder), dtype)
+
+
+def _score_heads(model: PreTrainedModel) -> float:
+    """Of the fused block, where that can run the model."""
+    try:
+        layers = describe_layers(model).specs
+    except CannotExpress:
+        return 0.0
+    written = (x.layout.heads for x in layers if x.softcap or x.slopes is not None)
+    return sum(written) / len(layers)
 
 
 def _query_width(config: PreTrainedConfig, shape: ModelShape) -> int:

@@ -42,6 +42,8 @@ class Engine:
         False  # whether a batch may be parts that share a pass, prompts and steps alike
     )
     masks: tuple[int, int] = (0, 0)  # elements at most of all that padded prompts keep, and of one
+    scores: int = 0  # elements at most of scores that stand at once, where they do
+    score_bytes: int = 0  # that are read and written for one of them, until it is a weight
     whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one
     stored_rows: int | None = None  # so many are multiplied with them as they are stored; None: any
     stored_streamed: bool = True  # also where the layer comes through a slot
@@ -90,6 +92,9 @@ FUSED = Engine(
     cpu_kv=frozenset({CpuAttention.CPU, CpuAttention.GPU}),
     chunks=True,
     masks=(1 << 28, 1 << 26),
+    scores=1 << 26,
+    # Made in float32; scaled, shifted, masked and made weights in place; rounded, and read again.
+    score_bytes=4 + 4 * 8 + 6 + 2,
     whole_layers=True,
     stored_rows=64,
     stored_streamed=False,

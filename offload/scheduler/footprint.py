@@ -191,6 +191,14 @@ def _rising(engine: Engine, below: int, itemsize: int) -> int:
     return KV_PIECES * piece + (piece * itemsize if engine.int8_kv else 0)
 
 
+def _scores(model: ModelProfile, rows: int, prompt: int, itemsize: int) -> int:
+    """Bytes of scores in float32, the weights that they become, and those rounded."""
+    if not model.score_heads:
+        return 0
+    elements = int(max(rows, prompt) * prompt * model.score_heads)
+    return min(model.engine.scores, elements) * (4 + 4 + itemsize)
+
+
 def _as_they_are(nbytes: int, count: int) -> int:
     return nbytes * count
 
@@ -228,6 +236,7 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         workspace=working
         + (leaving if setting.cpu_sequences else 0)
         + weights.buffer
+        + _scores(model, rows, job.prompt, itemsize)
         + (_masks(engine, tokens, rows, job.prompt, itemsize) if model.allocator else 0),
         cpu_layers=cpu_layers,
         kv_cpu=setting.cpu_sequences * below * len(model.layers),

@@ -72,6 +72,8 @@ class ModelProfile:
     kv_heads: int
     group: int  # queries a KV head
     vocabulary: int
+    # Query heads whose scores the fused block writes to memory (ALiBi, a soft cap), a layer's mean.
+    score_heads: float = 0.0
     engine: Engine = EVERYTHING  # that runs it
     allocator: bool = False  # whether memory is counted in the blocks that PyTorch takes on a GPU
 

@@ -22,9 +22,11 @@ def prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     matrix_rate = hardware.matrix_rate(model.dtype(precision), min(tokens, setting.prefill_rows))
     # Of a causal prompt every token meets half on average, in two products.
     attention = 2 * model.query_width * job.prompt * tokens / matrix_rate
+    # Where scores are written each token has some for half of its prompt, too.
+    scores = model.score_heads * tokens * job.prompt / 2 * engine.score_bytes
     # What stands between the products is read and written once.
     elements = engine.moved_elements(model.hidden, model.intermediate)
-    between = tokens * elements * itemsize / hbm_rate
+    between = (tokens * elements * itemsize + scores) / hbm_rate
     launch, call = hardware.launch or 0.0, hardware.call or 0.0
     issue = (launch * engine.prompt_kernels + call * engine.prompt_calls) * parts
 

@@ -9,6 +9,7 @@ import torch
 import variants
 
 from offload.models.modules import find_layers
+from offload.models.profile import model_profile
 from offload.models.shape import ModelShape
 
 pytestmark = pytest.mark.compat
@@ -81,3 +82,9 @@ def test_reserve_of_the_fused_engine() -> None:
     assert some == 3 * 64 * 20 * 2 + hidden + 20 * (7 * 32 * 2 + wide) + stages + logits
     least = shape.reserve_bytes(8, 10, 2, fused=True, kv_on_cpu=8, prefill_rows=1)  # a sequence
     assert least == hidden + 10 * (7 * 32 * 2 + wide + 2 * 64 * 2) + logits
+
+
+@pytest.mark.parametrize(("name", "heads"), [("bloom", 4.0), ("opt", 0.0), ("llama", 0.0)])
+def test_whose_scores_are_written(name: str, heads: float) -> None:
+    model = variants.build(name)
+    assert model_profile(model, name).score_heads == heads

@@ -14,7 +14,7 @@ from offload.scheduler.engine import (
     CpuAttention,
     Engine,
 )
-from offload.scheduler.footprint import weights_of
+from offload.scheduler.footprint import footprint, weights_of
 from offload.scheduler.model_profile import LayerProfile, Precision
 from offload.scheduler.pass_time import CHAIN, decode_pass, prefill_pass
 from offload.scheduler.setting import Job, Setting
@@ -301,3 +301,17 @@ def test_launches_bound_small_layers() -> None:
 def test_bytes_of_weights(precision: Precision, nbytes: int) -> None:
     """One scale of two bytes for 64 weights: 16 of them for 1000."""
     assert precision.weight_bytes(1000) == nbytes
+
+
+def test_scores_that_are_written_take_time_and_room() -> None:
+    """Of ALiBi, for one: each token has scores for half of its prompt."""
+    model = replace(OPT_30B, engine=FUSED, score_heads=56.0)
+    without = replace(model, score_heads=0.0)
+    how = replace(PLAIN, resident=48, cpu=0, depth=0, gpu_sequences=32)
+    job = Job(512, 32, 32)
+    written = 48 * 56 * 32 * 512 * 256 * FUSED.score_bytes / 4.39e12
+    slower = prefill_pass(model, H200, job, how).seconds
+    assert slower - prefill_pass(without, H200, job, how).seconds == pytest.approx(written)
+    more = footprint(model, job, how).workspace - footprint(without, job, how).workspace
+    assert more == 2048 * 512 * 56 * 10  # of the rows at once
+    assert decode_pass(model, H200, job, how) == decode_pass(without, H200, job, how)

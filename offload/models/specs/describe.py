@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,40 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def describe(model: PreTrainedModel) -> ModelSpec:
     """What the fused engine needs to know of `model`; raises CannotExpress with the reason."""
+    found = describe_layers(model)
+    layers, holder = found.layers, found.holder
+    config: Any = getattr(holder, "config", model.config)
+    family = FAMILIES[config.model_type]
+    around = ModelSpec(
+        family=config.model_type,
+        holder=found.holder_name,
+        layers=found.specs,
+        layer_names=tuple(layers),
+        hidden=_hidden(config),
+        cache_copies=family.cache_copies(config),
+        attention=getattr(config, "_attn_implementation", None),
+        last_norm=_last_norm(holder, family.around["final_norm"], found.specs[0]),
+        **family.around,
+    )
+    _check_parameters(model, holder, around, list(layers.values()))
+    _check_angles(holder, around)
+    return around
+
+
+@dataclass(frozen=True)
+class DescribedLayers:
+    """The layers of a model, what holds them, and their specifications."""
+
+    layers: dict[str, nn.Module]
+    holder_name: str
+    holder: nn.Module
+    specs: tuple[LayerSpec, ...]
+
+
+def describe_layers(model: PreTrainedModel) -> DescribedLayers:
+    """The blocks alone, whose parameters may be anywhere, on the meta device too. Raises
+    CannotExpress with the reason.
+    """
     layers = find_layers(model)
     holders = {name.rpartition(".")[0].rpartition(".")[0] for name in layers}
     lists = {name.rpartition(".")[0] for name in layers}
@@ -51,20 +85,7 @@ def describe(model: PreTrainedModel) -> ModelSpec:
             )
         spec.check(name, {n: tuple(p.shape) for n, p in own.items()}, hidden)
         specs.append(spec)
-    around = ModelSpec(
-        family=config.model_type,
-        holder=holder_name,
-        layers=tuple(specs),
-        layer_names=tuple(layers),
-        hidden=hidden,
-        cache_copies=family.cache_copies(config),
-        attention=getattr(config, "_attn_implementation", None),
-        last_norm=_last_norm(holder, family.around["final_norm"], specs[0]),
-        **family.around,
-    )
-    _check_parameters(model, holder, around, list(layers.values()))
-    _check_angles(holder, around)
-    return around
+    return DescribedLayers(layers, holder_name, holder, tuple(specs))
 
 
 def _last_norm(holder: nn.Module, name: str, layer: LayerSpec) -> NormSpec | None:
