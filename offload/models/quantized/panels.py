@@ -5,6 +5,7 @@ lie: so a few rows are multiplied with them as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -97,7 +98,8 @@ def _move(module: nn.Module, forward: QuantisedForward, old: WholeWeight, new: W
     stored = {end: parameters.pop(part).detach() for end, part in zip(ends, old.parts, strict=True)}
     form, shape, scratch = before.decode.form, before.decode.shape, forward.scratch
     device = stored[form.scale_name].device
-    with scratch.taken(device):
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, scratch.taken(device):
         values = scales_in_panels(form, stored)
         size = dict(after.parts)["weight_panels"].shape
         panels = values["weight_panels"] = scratch.view(0, size, torch.uint8, device)
