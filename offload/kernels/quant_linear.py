@@ -16,7 +16,7 @@ from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import MOST_ROWS, QuantGemm, check_quantised, why_not_fused
 from offload.kernels.tuning import Choice, Key
-from offload.kernels.weight_format import PANEL_ROWS, SHAPE, WeightFormat
+from offload.kernels.weight_format import PANEL_ROWS, WeightFormat
 from offload.kernels.workspace import Workspace
 
 OP = "quant_linear"
@@ -57,27 +57,19 @@ class QuantLinear(CompositeCall):
         early: bool = False,
         fused: bool | None = None,
     ) -> None:
-        self._shape = check_quantised(
-            OP, input, form, stored, out, bias, residual, activation, gated
-        )
+        shape = check_quantised(OP, input, form, stored, out, bias, residual, activation, gated)
         problem = self._why_apart(input, form, stored, out.shape[-1] if gated else 0)
         if fused and problem:
             raise ValueError(f"{OP}: it cannot be fused: {problem}")
-        self._input, self._form, self._stored, self._out = input, form, dict(stored), out
-        self._after: dict[str, Any] = {
-            "bias": bias,
-            "residual": residual,
-            "activation": activation,
-            "gated": gated,
-        }
+        after = {"bias": bias, "residual": residual, "activation": activation, "gated": gated}
         if scratch is not None:
-            wanted = (input.dtype, input.device, self._shape)
+            wanted = (input.dtype, input.device, shape)
             if (scratch.dtype, scratch.device, tuple(scratch.shape)) != wanted:
                 raise ValueError(
-                    f"{OP}: scratch must be {input.dtype} {list(self._shape)} on {input.device}, "
+                    f"{OP}: scratch must be {input.dtype} {list(shape)} on {input.device}, "
                     f"not {scratch.dtype} {list(scratch.shape)} on {scratch.device}"
                 )
-        asked = _Asked(input, form, dict(stored), out, self._after, early)
+        asked = _Asked(input, form, dict(stored), out, after, early)
         on_gpu = input.device.type == "cuda" and input.numel() > 0
         if problem or fused is False:
             self.choice = CUBLAS
@@ -87,14 +79,14 @@ class QuantLinear(CompositeCall):
             self.choice = _choose(asked)
         self.fused = self.choice.way == "own"
         if not on_gpu:
-            self._launches = (partial(_on_cpu, asked, self._shape, scratch),)  # no cycle with this
+            self._launches = (partial(_on_cpu, asked, shape, scratch),)  # no cycle with this
             return
         if self.fused:
             self._launches = (_fused(asked).launch,)
             self.own = True
             return
         if scratch is None:
-            scratch = torch.empty(self._shape, dtype=input.dtype, device=input.device)
+            scratch = torch.empty(shape, dtype=input.dtype, device=input.device)
         whole, product = _made_whole(asked, scratch, workspace)
         self._launches = whole.launch, product.launch
         self.own = product.own
@@ -202,9 +194,7 @@ class _Measurement:
         """Other tensors of the same shapes: what lies in the given ones may not be there yet."""
         made = {}
         for name, tensor in self._asked.stored.items():
-            if name == SHAPE:
-                made[name] = tensor
-            elif tensor.dtype.is_floating_point:
+            if tensor.dtype.is_floating_point:
                 made[name] = torch.full_like(tensor, 0.01)
             else:
                 made[name] = torch.empty_like(tensor).random_()
