@@ -194,6 +194,26 @@ def test_outputs_and_depths_that_blocks_do_not_share_evenly(machine: str, name: 
 
 
 @pytest.mark.parametrize("machine", MACHINES[1:])
+def test_every_number_of_rows(machine: str) -> None:
+    form = WeightFormat.parse("int4-zp")
+    some = (1, 3, 8, 10, 16, 24, 25, 32, 34, 48, 49, 64)
+    for rows in some if machine == "host" else range(1, 65):
+        a, whole = make(
+            machine, form, dtype=torch.bfloat16, rows=rows, groups=3, outputs=48, bias=True
+        )
+        assert problem(machine, a, whole) is None, rows
+
+
+@pytest.mark.parametrize("machine", MACHINES[1:])
+def test_a_wide_weight(machine: str) -> None:
+    """More outputs than all blocks at once have room for the sums of."""
+    outputs = 30_000 if machine == "host" else 900_000
+    form = WeightFormat.parse("int4")
+    a, whole = make(machine, form, dtype=torch.float16, rows=16, groups=1, outputs=outputs)
+    assert problem(machine, a, whole) is None
+
+
+@pytest.mark.parametrize("machine", MACHINES[1:])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_deep_weight(machine: str, gated: bool) -> None:
     """More activations than a block has room for at once."""
@@ -201,6 +221,7 @@ def test_a_deep_weight(machine: str, gated: bool) -> None:
         ("int4-g128-zp", 16, 51),
         ("int8-g64", 13, 103),
         ("int4-g32", 9, 150),
+        ("int4-g128", 16, 400),  # fewer rows at once than the tensor cores would take
     ):
         a, whole = make(
             machine,

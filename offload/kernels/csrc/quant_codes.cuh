@@ -11,7 +11,7 @@
 // complete.
 //
 // (code - zero) * scale summed up is scale * (sum of products with codes - zero * sum of
-// activations), both in float32; the second is a product, too, with codes that all are kMiddle.
+// activations), both in float32.
 #pragma once
 #include <string.h>
 
@@ -31,6 +31,14 @@ __device__ __forceinline__ float scale_in(uint32_t word, bool high, __half) {
     __half x;
     memcpy(&x, &bits, sizeof x);
     return __half2float(x);
+}
+
+template <typename T>
+__device__ __forceinline__ float sum_of(const uint4& eight) {
+    T x[8];
+    memcpy(x, &eight, sizeof x);
+    return ((to_float(x[0]) + to_float(x[1])) + (to_float(x[2]) + to_float(x[3]))) +
+           ((to_float(x[4]) + to_float(x[5])) + (to_float(x[6]) + to_float(x[7])));
 }
 
 template <typename T, int kBits>
@@ -56,13 +64,6 @@ struct Codes {
             w[2] = first >> 8 & 0x00ff00ffu;
             w[3] = second >> 8 & 0x00ff00ffu;
         }
-    }
-
-    // Adds the products of a lane's 8 activations, of two operands, with -kMiddle.
-    __device__ __forceinline__ static void subtract_middle(float (&sum)[4], const uint4& x) {
-        constexpr uint32_t kA = kBits == 4 ? 0x80088008u : 0x80808080u, kB = 0x80808080u;
-        multiply_tile(sum, kA, kB, kA, kB, x.x, x.y, T());
-        multiply_tile(sum, kA, kB, kA, kB, x.z, x.w, T());
     }
 
     __device__ __forceinline__ static uint4 enlarge(const uint4& x) {

@@ -352,15 +352,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
     // Activations: 16 bytes a copy, each block's from another one on, since all ask for the same.
     const int in_row = work.chunks * (Shape::kChunkDepth / 8);  // copies of a row
-    const int first_row = quotient(thread, in_row), first_copy = thread - first_row * in_row;
-    const int turn = static_cast<int>(blockIdx.x) * 61;
+    const int copies = a.rows * in_row;
+    const int turn = static_cast<int>(blockIdx.x) * 64;
     const int turned = turn - quotient(turn, in_row) * in_row;
-    auto every_copy = [&](auto use) {
-        int r = first_row, q = first_copy;
-        while (r < a.rows) {
-            const int at = q + turned;
-            use(r, at < in_row ? at : at - in_row);
-            for (q += Shape::kThreads; q >= in_row; q -= in_row) ++r;
+    auto every_copy = [&](auto use) {  // by whole warps
+        for (int i = warp * 32; i < copies; i += Shape::kThreads) {
+            const int mine = min(i + lane, copies - 1), r = quotient(mine, in_row);
+            const int at = mine - r * in_row + turned;
+            use(i + lane < copies, r, at < in_row ? at : at - in_row);
         }
     };
     unsigned char* inputs_of[kColumns];  // columns without a row have the last one's
@@ -389,51 +388,34 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         }
 #endif
         wait_for_previous_kernel();
-        every_copy([&](int r, int at) {
-            copy_async16_or_zero(shared_address(shared) + r * p.input_pitch + at * 16,
-                                 static_cast<const uint16_t*>(a.input) + r * a.input_stride +
-                                     work.chunk0 * Shape::kChunkDepth + at * 8,
-                                 true);
+        every_copy([&](bool there, int r, int at) {
+            if (there)
+                copy_async16_or_zero(shared_address(shared) + r * p.input_pitch + at * 16,
+                                     static_cast<const uint16_t*>(a.input) + r * a.input_stride +
+                                         work.chunk0 * Shape::kChunkDepth + at * 8,
+                                     true);
         });
         commit_copies();
         wait_for_copies(0);
-        if (Code::kEnlarged)
-            every_copy([&](int r, int at) {
-                uint4* const mine = reinterpret_cast<uint4*>(shared + r * p.input_pitch + at * 16);
-                *mine = Code::enlarge(*mine);
-            });
-        __syncthreads();
-
-        // What sums of products start from, of half a chunk (or a whole one).
+        // Each thread makes what it copied fit for use, and neighbours sum it up for what sums of
+        // products start from, of half a chunk (or a whole one).
         float4* const starts = reinterpret_cast<float4*>(shared + p.starts_at) + quarter;
-        {
-            constexpr int kAtOnce = kColumns == 1 ? 4 : kColumns == 2 ? 2 : 1;
-            const int end = work.chunks * kHalves;
-            for (int i = warp; i < end; i += kAtOnce * Shape::kWarps) {
-                float sum[kAtOnce][kColumns][4] = {};
+        every_copy([&](bool there, int r, int at) {
+            uint4* const mine = reinterpret_cast<uint4*>(shared + r * p.input_pitch + at * 16);
+            const uint4 x = *mine;
+            float sum = sum_of<T>(x);
+            constexpr int kCopies = Shape::kLoads * 4;  // of a sum
 #pragma unroll
-                for (int l = 0; l < Shape::kLoads; ++l)
-#pragma unroll
-                    for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-                        for (int j = 0; j < kAtOnce; ++j) {
-                            const uint4 x = *reinterpret_cast<const uint4*>(
-                                inputs_of[c] +
-                                min(i + j * Shape::kWarps, end - 1) * (Shape::kLoads * 64) +
-                                l * 64);
-                            Code::subtract_middle(sum[j][c], x);
-                        }
-#pragma unroll
-                for (int j = 0; j < kAtOnce; ++j)
-#pragma unroll
-                    for (int c = 0; c < kColumns; ++c) {
-                        const float (&s)[4] = sum[j][c];
-                        if (row == 0 && i + j * Shape::kWarps < end)
-                            starts[((i + j * Shape::kWarps) * kColumns + c) * 4] =
-                                make_float4(s[0], s[1], s[2], s[3]);
-                    }
-            }
-        }
+            for (int step = 1; step < kCopies; step *= 2)
+                sum += __shfl_xor_sync(0xffffffffu, sum, step);
+            if (!there) return;
+            if (Code::kEnlarged) *mine = Code::enlarge(x);
+            if (at % kCopies) return;
+            float* const to = reinterpret_cast<float*>(shared + p.starts_at) +
+                              ((at / kCopies * kColumns + r / 8) * 4 + r % 8 / 2) * 4 + r % 2;
+            to[0] = sum * (-Code::kMiddle / Code::kFirst);
+            to[2] = sum * (-Code::kMiddle / Code::kSecond);
+        });
         __syncthreads();
 
         float sums[kTiles][kColumns][4] = {};
