@@ -11,7 +11,6 @@ from offload.device import compute_device
 from offload.kernels.call import current_stream
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.residual_norm import ResidualNorm
-from offload.measure.host import HostMemory
 from offload.row_copies import row_copies
 
 BYTES = 256 << 20  # that cores attend to first, some milliseconds
@@ -24,16 +23,16 @@ def exchange_seconds(device: torch.device) -> tuple[float, float]:
     """Two times that a step with attention on CPU cores takes beside it, medians.
 
     First what the launch of a kernel takes the host when cores have attended and it has waited for
-    them: it has slept, and finds its caches cold. Then the way from a query on the compute device
-    to what cores make of it back there, where there is next to nothing to attend to: copies, waits
-    and threads that wake up.
+    them: they have emptied caches, and it may have slept. Then the way from a query on the compute
+    device to what cores make of it back there, where there is next to nothing to attend to: copies,
+    waits and threads that wake up.
     """
-    before = HostMemory(BYTES).attention(1)
+    before = _Attention(BYTES // _Attention.COLUMN, device)
     calls = _Calls(device)
     way = _Way(device)
     found = []
     for _ in range(TURNS):
-        before.read()
+        before.attend()
         start = time.perf_counter()
         calls.issue()
         issued = time.perf_counter()
@@ -65,30 +64,46 @@ class _Calls:
                 self._own.launch(stream)
 
 
-class _Way:
-    """Of one row, down and up."""
+class _Attention:
+    """Of one row over so many columns, as a step has it done."""
 
-    def __init__(self, device: torch.device) -> None:
-        heads, width = 16, 128
-        self._copies = row_copies(compute_device(device))
-        self._there = torch.zeros(1, heads * width, dtype=DTYPE, device=device)
-        query, result = (self._copies.buffer((1, heads, width), DTYPE) for _ in range(2))
-        self._query, self._mapped = query.flatten(1), self._copies.mapped(result).flatten(1)
-        cache = torch.zeros(2, 1, heads, 1, width, dtype=DTYPE)
-        self._attend = HostAttention(
+    HEADS, WIDTH = 16, 128
+    COLUMN = 2 * HEADS * WIDTH * DTYPE.itemsize  # bytes
+
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.copies = row_copies(compute_device(device))
+        shape = 1, self.HEADS, self.WIDTH
+        query, result = (self.copies.buffer(shape, DTYPE) for _ in range(2))
+        self.query, self.mapped = query.flatten(1), self.copies.mapped(result).flatten(1)
+        cache = torch.zeros(2, 1, self.HEADS, columns, self.WIDTH, dtype=DTYPE)
+        self._call = HostAttention(
             query,
             cache[0],
             cache[1],
             result,
-            length=torch.ones(1, dtype=torch.int32),
+            length=torch.full((1,), columns, dtype=torch.int32),
             scale=1.0,
             beside_stream=True,
         )
 
+    def attend(self) -> None:
+        """Start, and return when it is done."""
+        self._call.start()
+        self._call.poll()
+        self._call.wait()
+
+
+class _Way:
+    """Of one row, down and up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._attention = _Attention(1, device)
+        self._there = torch.zeros_like(self._attention.query, device=device)
+
     def go(self) -> None:
         """There and back."""
-        self._there.add_(1.0)  # what makes the query
-        self._copies.synchronize(self._copies.down(self._query, self._there))
-        self._attend.start()
-        self._attend.wait()
-        torch.mul(self._mapped, 1, out=self._there)
+        attention, there = self._attention, self._there
+        there.add_(1.0)  # what makes the query
+        attention.copies.synchronize(attention.copies.down(attention.query, there))
+        attention.attend()
+        torch.mul(attention.mapped, 1, out=there)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import deque
@@ -207,7 +206,6 @@ class HostCall:
     ) -> None:
         self._rows, self._exchange, self._attention = rows, exchange, attention
         self._out, self._first = out, first
-        self._polls = attention.threads < len(os.sched_getaffinity(0))
 
     def launch(self, stream: int = 0) -> None:
         """The host waits here, while the compute device works on what was issued before: its own
@@ -221,10 +219,7 @@ class HostCall:
         step, start = self._rows.begin(self._first), time.perf_counter()
         try:
             attention.start()
-            # Polled where a core is left for it: one that halts meanwhile is slow at issuing what
-            # comes next, by 0.2 ms a layer on a virtual machine. Each call lets other threads run.
-            while self._polls and not attention.done:
-                pass
+            attention.poll()
         finally:
             attention.wait()  # also where Ctrl-C came: it reads and writes what others may get
         step.waiting += start - asked
