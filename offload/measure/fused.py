@@ -26,11 +26,8 @@ ROTATED = 400 << 20  # bytes of weights that are multiplied with in turns: more 
 ROWS = (1, 4, 16, 32, 64)
 GROUPS = (1, 8)  # queries a KV head
 DTYPE = torch.bfloat16
-# As `run` would keep them where a layer stays: rearranged, or where that does not serve in rows.
-FORMATS = {
-    "int8": (WeightFormat("int8", "panels", (1, 64)), WeightFormat.parse("int8")),
-    "int4": (WeightFormat("int4", "panels", (1, 64)), WeightFormat.parse("int4")),
-}
+# As they are kept where a layer stays.
+FORMATS = {name: WeightFormat(name, "panels", (1, 64)) for name in ("int8", "int4")}
 ROUNDS, CALLS = 5, 1000
 
 
@@ -40,9 +37,8 @@ def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curv
     Of each the way that the engine takes here.
     """
     found = {str(DTYPE).removeprefix("torch."): _curve(_plain, None, rows, device)}
-    for name, forms in FORMATS.items():
-        curves = [dict(_curve(_quantised, form, rows, device)) for form in forms]
-        found[name] = tuple((count, max(curve[count] for curve in curves)) for count in rows)
+    for name, form in FORMATS.items():
+        found[name] = _curve(_quantised, form, rows, device)
     return found
 
 
