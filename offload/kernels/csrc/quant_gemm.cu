@@ -10,7 +10,7 @@ namespace offload {
 namespace {
 
 constexpr int kMostRows = 64;
-constexpr int kMostAtOnce = 32;  // rows; of more the weight is read twice
+constexpr int kMostAtOnce = 16;  // rows; of more the weight is read several times
 constexpr int kMostSize = 1 << 29;
 constexpr int kMostBlocks = 1 << 13;
 constexpr int kMostCluster = 8;
@@ -38,9 +38,8 @@ QuantForm form_of() {
 // The quickest that were measured on an H200.
 template <typename T, int kBits, int kHalves>
 QuantForm form_of(int rows) {
-    return rows <= 8    ? form_of<T, kBits, QuantShape<kBits, kHalves, 1, 2, 16, 2, 2, 1>>()
-           : rows <= 16 ? form_of<T, kBits, QuantShape<kBits, kHalves, 2, 2, 16, 2, 2, 1>>()
-                        : form_of<T, kBits, QuantShape<kBits, kHalves, 4, 2, 12, 2, 2, 1>>();
+    return rows <= 8 ? form_of<T, kBits, QuantShape<kBits, kHalves, 1, 2, 16, 2, 2, 1>>()
+                     : form_of<T, kBits, QuantShape<kBits, kHalves, 2, 2, 16, 2, 2, 1>>();
 }
 
 template <typename T>
@@ -186,12 +185,16 @@ bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int c
     return true;
 }
 
-// The size of cluster that keeps most multiprocessors busy; `found` where there is one with room.
+// The size of cluster that should be quickest; `found` where there is one with room.
 int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, bool& found) {
     QuantCall tried;
     tried.form = form_of(a);
     found = false;
     double best = 0.;
+    // In bytes of HBM, as time goes by on an H200: activations' way from L2 takes nearly as long as
+    // that of codes from HBM, and blocks of a cluster wait for each other.
+    constexpr double kInputs = 0.9, kClusters = 5e6;
+    const double codes = static_cast<double>(a.outputs) * (a.gated ? 2 : 1) * a.depth * a.bits / 8;
     const int most = device.major >= 9 ? kMostCluster : 1;
     for (int cluster = 1; cluster <= most; cluster *= 2) {
         int clusters = 0;
@@ -204,12 +207,12 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
             const int turns = ceil_div(tried.blocks, clusters * cluster);
             const int longest = (p.bundles + (p.longer_clusters > 0)) * turns;
             const int bundles = a.gated ? p.tiles : ceil_div(p.tiles, tried.form.tiles);
-            // Blocks of a cluster wait for each other.
             const double busy = static_cast<double>(bundles) * cluster /
-                                (static_cast<double>(longest) * device.multiprocessors) *
-                                (cluster == 1 ? 1. : 0.97);
-            if (busy > best) {
-                best = busy;
+                                (static_cast<double>(longest) * device.multiprocessors);
+            const double inputs = 2. * a.rows * a.depth * tried.blocks / cluster;
+            const double cost = codes / busy + kInputs * inputs + (cluster > 1 ? kClusters : 0.);
+            if (!found || cost < best) {
+                best = cost;
                 call = tried;
                 found = true;
             }
@@ -248,32 +251,25 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     if (a.rows == 0) return 0;
     if (!a.input || !a.codes || !a.scale || !a.output)
         return refuse("quant_gemm: input, codes, scale and output must not be null");
-    // Fewer rows at once where more have no room.
-    OffloadQuantGemm part = a;
-    part.rows = std::min(a.rows, kMostAtOnce);
-    if (a.rows > kMostAtOnce) part.rows = ceil_div(ceil_div(a.rows, 2), 8) * 8;
-    QuantCall call;
-    for (bool found = false; !found;) {
-        if (int status = make_call(part, device, call, found)) return status;
-        if (found) break;
-        if (part.rows == 1)
-            return refuse("quant_gemm: this device has too little shared memory for depth %d",
-                          a.depth);
-        part.rows = part.rows > 16 ? 16 : part.rows > 8 ? 8 : ceil_div(part.rows, 2);
-    }
-    for (int first = 0, at_once = part.rows; first < a.rows; first += at_once) {
-        const int rows = std::min(at_once, a.rows - first);
-        if (rows != part.rows) {
-            bool found = false;
-            part.rows = rows;
+    for (int first = 0; first < a.rows;) {
+        OffloadQuantGemm part = a;
+        part.rows = std::min(a.rows - first, kMostAtOnce);
+        QuantCall call;
+        for (bool found = false; !found;) {
             if (int status = make_call(part, device, call, found)) return status;
-            if (!found) return refuse("quant_gemm: no room for %d rows", rows);
+            if (found) break;
+            if (part.rows == 1)
+                return refuse("quant_gemm: this device has too little shared memory for depth %d",
+                              a.depth);
+            part.rows = ceil_div(part.rows, 2);  // fewer at once where more have no room
         }
         part.input = static_cast<const uint16_t*>(a.input) + first * a.input_stride;
         part.output = static_cast<uint16_t*>(a.output) + first * a.output_stride;
         if (a.residual)
             part.residual = static_cast<const uint16_t*>(a.residual) + first * a.residual_stride;
-        part.ahead = first + rows < a.rows ? nullptr : a.ahead;
+        if (first > 0) part.launch_early = 1;  // behind one of this library
+        first += part.rows;
+        if (first < a.rows) part.ahead = nullptr;
         if (int status = launch_call(call, part, stream)) return status;
     }
     return 0;
