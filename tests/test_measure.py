@@ -144,6 +144,7 @@ def test_what_the_engines_own_parts_give(
         assert [rows for rows, _ in curve] == [1, 3] and min(rate for _, rate in curve) > 1e4
     if device.type == "cuda":  # on a CPU the reference takes its time for so many keys
         assert [group for group, _ in fused.attention(device)] == [1, 8]
+        assert [tokens for tokens, _ in fused.prompt_attention(device)] == [128, 512, 4096]
         assert 1e-7 < fused.call_seconds(device) < 1e-3
         assert 1e-7 < fused.kernel_seconds(device) < 1e-4
         launch, way = exchange_seconds(device)

@@ -91,6 +91,9 @@ def rate_lines(hardware: Hardware) -> list[str]:
         )
     if hardware.cpu_attention_int8:
         lines.append(f"  the same in int8: {_points(hardware.cpu_attention_int8, 1e9)}")
+    if hardware.prompt_attention:
+        points = _points(hardware.prompt_attention, 1e12)
+        lines.append(f"  attention within prompts, TFLOP/s by tokens: {points}")
     if hardware.gpu_attention:
         points = _points(hardware.gpu_attention, 1e9)
         lines.append(f"  attention while decoding, GB/s by queries a KV head: {points}")

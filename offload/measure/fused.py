@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import current_stream
@@ -25,10 +26,11 @@ WIDTH = 8192  # of the square weights
 ROTATED = 400 << 20  # bytes of weights that are multiplied with in turns: more than any L2
 ROWS = (1, 4, 16, 32, 64)
 GROUPS = (1, 8)  # queries a KV head
+PROMPTS = (128, 512, 4096)  # tokens
 DTYPE = torch.bfloat16
 # As they are kept where a layer stays.
 FORMATS = {name: WeightFormat(name, "panels", (1, 64)) for name in ("int8", "int4")}
-ROUNDS, CALLS = 5, 1000
+ROUNDS, CALLS, PROMPT_CALLS = 5, 1000, 4
 
 
 def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curve]:
@@ -101,6 +103,26 @@ def _attention(device: torch.device, group: int) -> float:
         for cache in caches
     ]
     return caches.nbytes / _seconds(calls, device)
+
+
+def prompt_attention(device: torch.device, prompts: Sequence[int] = PROMPTS) -> Curve:
+    """Tokens of a prompt -> FLOP per second of causal attention within each of some, that are as
+    many rows as are read at once. Half of the scores count, as no more are of use.
+    """
+    rows, heads, width = 8192, 32, 128
+    points = []
+    for tokens in prompts:
+        query, keys, values = torch.randn(
+            3, max(1, rows // tokens), heads, tokens, width, dtype=DTYPE, device=device
+        )
+
+        def run(query: Any = query, keys: Any = keys, values: Any = values) -> None:
+            for _ in range(PROMPT_CALLS):
+                functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+
+        seconds = statistics.median(run_seconds(run, device, ROUNDS)) / PROMPT_CALLS
+        points.append((tokens, 2 * query.numel() * tokens / seconds))
+    return tuple(points)
 
 
 def _seconds(calls: Sequence[Any], device: torch.device) -> float:

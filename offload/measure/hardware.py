@@ -22,6 +22,7 @@ from offload.measure.fused import (
     call_seconds,
     few_rows,
     kernel_seconds,
+    prompt_attention,
 )
 from offload.measure.host import GROUPS, HostMemory, read_rate
 from offload.measure.link import link_rates
@@ -86,7 +87,7 @@ def measure_hardware(
 
 _BESIDE = ("host_read_beside", "link_beside", "cpu_attention_beside", "link_beside_attention")
 _WAY = ("launch_after_cores", "exchange")
-_OWN = ("few_rows", "gpu_attention", "kernel", "call")
+_OWN = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
 _LINK = (
     *_OWN,
     "link_up",
@@ -120,6 +121,7 @@ def _hbm(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
 def _own_kernels(device: torch.device) -> dict[str, Any]:
     return {
         "few_rows": few_rows(device),
+        "prompt_attention": prompt_attention(device),
         "gpu_attention": attention(device),
         "kernel": kernel_seconds(device),
         "call": call_seconds(device),

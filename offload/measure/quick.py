@@ -23,6 +23,7 @@ from offload.measure.fused import (
     call_seconds,
     few_rows,
     kernel_seconds,
+    prompt_attention,
 )
 from offload.measure.host import HostMemory, read_rate
 from offload.measure.link import link_rates
@@ -78,11 +79,12 @@ def quick_hardware(
         absent = {} if reason is None else {"cpu_attention": reason}
         try:
             rates["few_rows"] = few_rows(device, FEW_ROWS)
+            rates["prompt_attention"] = prompt_attention(device)
             rates["gpu_attention"] = attention(device)
             rates["kernel"] = kernel_seconds(device)
             rates["call"] = call_seconds(device)
         except (OffloadError, RuntimeError) as error:
-            own = ("few_rows", "gpu_attention", "kernel", "call")
+            own = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
             absent |= {name: str(error) for name in own if name not in rates}
         torch.cuda.empty_cache()  # a plan counts on all of the memory
     else:

@@ -62,6 +62,8 @@ class Hardware:
     # By how weights are kept, a dtype or a precision: rows -> bytes of them that products of so few
     # rows read per second, by the fused engine's kernels.
     few_rows: Mapping[str, Curve] = field(default_factory=dict)
+    # Tokens of a prompt -> FLOP per second of its attention, the half that is not masked counted.
+    prompt_attention: Curve = ()
     gpu_attention: Curve = ()  # queries a KV head -> bytes per second, while decoding
     cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
     cpu_attention_by: str = ""  # what measured it
@@ -87,6 +89,7 @@ class Hardware:
                 if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
                     raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
         curves = (
+            self.prompt_attention,
             self.gpu_attention,
             self.cpu_attention,
             self.cpu_attention_int8,
@@ -142,6 +145,11 @@ class Hardware:
             alone, attends, moves = self.host_read, self.host_read_beside, self.link_beside
         kept = attends / alone if attends and alone else 1.0
         return min(1.0, kept), min(1.0, (moves or link) / link)
+
+    def prompt_attention_rate(self, tokens: int) -> float | None:
+        """FLOP per second of attention within prompts of so many tokens."""
+        curve = self.prompt_attention
+        return _between(curve, max(tokens, curve[0][0])) if curve else None
 
     def gpu_attention_rate(self, group: int) -> float:
         """The same of the compute device; its memory's where it was not measured."""
@@ -248,6 +256,7 @@ _UNITS = {
     "hbm_copy": "B/s",
     "matrix": "FLOP/s",
     "few_rows": "B/s",
+    "prompt_attention": "FLOP/s",
     "gpu_attention": "B/s",
     "cpu_attention": "B/s",
     "cpu_attention_int8": "B/s",

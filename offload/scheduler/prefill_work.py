@@ -21,7 +21,8 @@ def prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     hbm_rate = hardware.needed("hbm")
     matrix_rate = hardware.matrix_rate(model.dtype(precision), min(tokens, setting.prefill_rows))
     # Of a causal prompt every token meets half on average, in two products.
-    attention = 2 * model.query_width * job.prompt * tokens / matrix_rate
+    attended = 2 * model.query_width * job.prompt * tokens
+    attention = attended / (hardware.prompt_attention_rate(job.prompt) or matrix_rate)
     # Where scores are written each token has some for half of its prompt, too.
     scores = model.score_heads * tokens * job.prompt / 2 * engine.score_bytes
     # What stands between the products is read and written once.

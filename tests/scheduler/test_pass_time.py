@@ -99,6 +99,18 @@ def test_queries_that_share_keys_are_attended_at_their_own_rate() -> None:
     assert wide - one == pytest.approx(kv / 2e12 - kv / 4e12)
 
 
+def test_attention_within_prompts_has_a_rate_of_its_own() -> None:
+    how = replace(PLAIN, resident=48, cpu=0, depth=0)
+    measured = replace(H200, prompt_attention=((256, 100e12), (1024, 400e12)))
+    without = prefill_pass(OPT_30B, H200, JOB, how).seconds
+    found = prefill_pass(OPT_30B, measured, JOB, how).seconds
+    attended = 48 * 2 * 7168 * 512 * 100 * 512
+    as_products = attended / H200.matrix_rate("float16", 2048)
+    assert found - without == pytest.approx(attended / 200e12 - as_products)
+    assert measured.prompt_attention_rate(8) == 100e12
+    assert measured.prompt_attention_rate(9999) == 400e12
+
+
 def test_a_short_prompt_takes_what_the_host_needs_to_issue_it() -> None:
     how = replace(PLAIN, resident=48, cpu=0, depth=0, gpu_sequences=1, prefill_rows=64)
     model, job = replace(OPT_30B, engine=FUSED), Job(64, 32, 1)
