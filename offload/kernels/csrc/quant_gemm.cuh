@@ -30,6 +30,7 @@ struct QuantPlan {
     // In shared memory, in bytes: from row to row of the activations; where the sums of activations
     // begin, the warps' rings, the sums of products.
     int32_t input_pitch, starts_at, rings_at, parts_at;
+    int32_t ahead_each;  // bytes a warp of what is fetched ahead
 };
 
 template <int kBits, int kHalves_, int kColumns_, int kTiles_, int kWarps_, int kPieceChunks_,
@@ -120,9 +121,10 @@ struct QuantWork {
     }
 };
 
+// Called, and not inlined: eight times the code would come from far for one use of each.
 template <typename T>
-__device__ __forceinline__ void finish_output(const OffloadQuantGemm& a, int n, int r, float gate,
-                                              float up) {
+__device__ __noinline__ void finish_output(const OffloadQuantGemm& a, int n, int r, float gate,
+                                           float up) {
     const T* bias = static_cast<const T*>(a.bias);
     const T* residual = static_cast<const T*>(a.residual);
     float y = activate(gate + (bias ? to_float(bias[n]) : 0.f), a.activation);
@@ -298,13 +300,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     // Tells L2 to fetch a warp's share of what the next kernel reads first.
     auto prefetch_ahead = [&] {
 #ifdef OFFLOAD_HAS_BULK_COPY
-        const int64_t warps = static_cast<int64_t>(gridDim.x) * Shape::kWarps;
-        const int64_t each = (a.ahead_bytes / 16 + warps - 1) / warps * 16;
-        const int64_t at = (static_cast<int64_t>(blockIdx.x) * Shape::kWarps + warp) * each;
-        const int64_t left = a.ahead_bytes / 16 * 16 - at;
+        const int at = (static_cast<int>(blockIdx.x) * Shape::kWarps + warp) * p.ahead_each;
+        const int left = static_cast<int>(a.ahead_bytes) - at;
         if (lane == 0 && left > 0)
             prefetch_bulk(static_cast<const unsigned char*>(a.ahead) + at,
-                          static_cast<uint32_t>(left < each ? left : each));
+                          static_cast<uint32_t>(min(left, p.ahead_each)));
 #endif
     };
     auto fetch = [&](int stage, auto zeros) {
@@ -356,6 +356,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const int turn = static_cast<int>(blockIdx.x) * 64;
     const int turned = turn - quotient(turn, in_row) * in_row;
     auto every_copy = [&](auto use) {  // by whole warps
+#pragma unroll 1
         for (int i = warp * 32; i < copies; i += Shape::kThreads) {
             const int mine = min(i + lane, copies - 1), r = quotient(mine, in_row);
             const int at = mine - r * in_row + turned;
