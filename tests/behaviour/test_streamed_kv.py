@@ -26,7 +26,9 @@ from offload.measure.cache import rates_file
 from offload.measure.machine import this_machine
 from offload.models.fused.decoder import FusedEngine
 from offload.models.kv import streamed_kv
-from offload.models.kv.streamed_kv import KV_PIECES, StreamedKv, pieces_of, places_bytes
+from offload.models.kv.host_kv import HostKv
+from offload.models.kv.streamed_kv import KV_PIECES, StreamedKv, Wanted, pieces_of, places_bytes
+from offload.row_copies import HostCopies
 from offload.scheduler.engine import CpuAttention
 from offload.scheduler.hardware import Hardware
 from offload.trace import KEYS_AND_VALUES, Track
@@ -132,6 +134,81 @@ def break_off(model: PreTrainedModel, ids: torch.Tensor, cache: Any, draw: Any) 
     (layers,) = (x.layers for x in cache.values())
     for layer in layers:  # fewer pieces than that
         layer.length -= 1
+
+
+def move(one: PreTrainedModel, cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+
+
+def replace_last(one: PreTrainedModel, cache: Any) -> None:
+    """Another token's keys and values in the last column, as a user may write them."""
+    for layer in cache.layers:
+        keys, values = (x[:, :, -1:].flip(0).clone() for x in (layer.keys, layer.values))
+        layer.crop(-1)
+        layer.update(keys, values)
+
+
+def say_other_things(one: PreTrainedModel, cache: Any) -> None:
+    """A turn that ends where the one ended that it takes the place of."""
+    cache.crop(-2)
+    one(prompts(3, 2, seed=7), **{exactness.name_of_cache(one): cache})
+
+
+@pytest.mark.parametrize("change", [move, replace_last, say_other_things])
+@pytest.mark.parametrize("piece", [1, 1 << 26])
+def test_what_came_ahead_is_forgotten_once_columns_change(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], piece: int
+) -> None:
+    monkeypatch.setattr(streamed_kv, "KV_PIECE", piece)
+    copies_of(engine_of(pair[1]), monkeypatch, early=True)
+    name, ids, said = exactness.name_of_cache(pair[0]), prompts(3, 9), []
+    with torch.no_grad():
+        for one in pair:
+            cache = one(ids[:, :5])[name]
+            one(ids[:, 5:6], **{name: cache})
+            change(one, cache)
+            said.append(one(ids[:, 6:7], **{name: cache}).logits)
+    assert close(*said)
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 26])
+def test_caches_that_take_turns_do_not_get_each_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    plain, model = pair
+    monkeypatch.setattr(streamed_kv, "KV_PIECE", piece)
+    copies_of(engine_of(model), monkeypatch, early=True)
+    name, jobs = exactness.name_of_cache(plain), [prompts(3, 9, seed) for seed in (1, 2)]
+    with torch.no_grad():
+        caches = [model(ids[:, :5])[name] for ids in jobs]
+        for end in (6, 7, 8):
+            for ids, cache in zip(jobs, caches, strict=True):
+                got = model(ids[:, end - 1 : end], **{name: cache}).logits[:, -1]
+                assert close(got, plain(ids[:, :end]).logits[:, -1])
+
+
+def test_a_load_waits_for_what_was_sent_down_and_for_its_place() -> None:
+    told: list[tuple[Any, ...]] = []
+
+    class Told(HostCopies):
+        def mark(self) -> str:
+            return f"after use {len(told)}"
+
+        def prefetch(self, pairs: Any, after: Any) -> Any:
+            told.append(tuple(after))
+
+    class Rows:
+        count, arriving = 1, "sent"
+
+        def pairs(self, wanted: Wanted, place: int) -> list[Any]:
+            return []
+
+    kv = StreamedKv(HostKv(0, 1, Told(), False), torch.device("cpu"))
+    kv.reserve(64, 0)
+    for number in range(3):
+        kv.take(Wanted("me", 0, number, 5, 0), Rows())
+        kv.give_back()
+    assert told == [("after use 0", "sent"), ("after use 0", "sent"), ("after use 1", "sent")]
 
 
 def loads_of(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> list[int]:
