@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.scheduler.timeline import LayerTime, pass_seconds
+from offload.scheduler.timeline import LayerTime, first_pass_seconds, pass_seconds
 
 times = st.floats(0.01, 10)
 layers = st.lists(
@@ -41,6 +41,29 @@ layers = st.lists(
 )
 def test_worked_out(found: list[LayerTime], depth: int, seconds: float) -> None:
     assert pass_seconds(found, depth) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("found", "seconds"),
+    [
+        # Keys and values of a layer come up while the one before is computed, no sooner.
+        ([LayerTime(2, rising=3)] * 4, 12),
+        ([LayerTime(4, rising=1)] * 4, 16),
+        # They take the link from the weights, and wait for none of them.
+        ([LayerTime(1, 3, rising=2)] * 4, 20),
+        ([LayerTime(6, 3, rising=2)] * 4, 24),
+    ],
+)
+def test_keys_and_values_that_come_up(found: list[LayerTime], seconds: float) -> None:
+    assert pass_seconds(found, 1) == pytest.approx(seconds)
+
+
+def test_the_first_pass_finds_its_first_loads_done() -> None:
+    """Two of four: the third begins when the first layer was computed, the fourth behind it."""
+    assert first_pass_seconds([LayerTime(1, 3)] * 4, 1) == pytest.approx(8)
+    assert first_pass_seconds([LayerTime(1, 3)] * 4, 3) == pytest.approx(4)
+    # What is resident in front gives them no more time: no slot is free yet.
+    assert first_pass_seconds([LayerTime(9), *[LayerTime(1, 3)] * 3], 1) == pytest.approx(9 + 5)
 
 
 @given(layers, st.integers(1, 4))
