@@ -34,7 +34,7 @@ struct QuantPlan {
 };
 
 template <int kBits, int kHalves_, int kColumns_, int kTiles_, int kWarps_, int kPieceChunks_,
-          int kStages_, int kBlocks_, int kFar_ = 0>
+          int kStages_, int kBlocks_>
 struct QuantShape {
     static constexpr int kHalves = kHalves_;    // of a chunk, with scales of their own
     static constexpr int kColumns = kColumns_;  // of the tensor cores' product: 8 rows each
@@ -42,7 +42,6 @@ struct QuantShape {
     static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
     static constexpr int kBlocks = kBlocks_;  // that a multiprocessor's registers suffice for
     static constexpr int kPieceChunks = kPieceChunks_, kStages = kStages_;
-    static constexpr int kFar = kFar_;  // pieces behind a warp's first stages that L2 fetches
     static constexpr int kChunkDepth = 4096 / kBits / 16;
     static constexpr int kChunkInputs = kChunkDepth * 2;       // bytes of a row of activations
     static constexpr int kLoads = kChunkDepth / 32 / kHalves;  // of 8 activations a lane
@@ -95,7 +94,7 @@ struct QuantWork {
     int pieces;          // of a bundle
 
     __device__ __forceinline__ QuantWork(const OffloadQuantGemm& a, const QuantPlan& p, int block) {
-        cluster = quotient(block, p.cluster);
+        cluster = p.cluster == 1 ? block : quotient(block, p.cluster);
         first = cluster * p.bundles + min(cluster, p.longer_clusters);
         bundles = p.bundles + (cluster < p.longer_clusters);
         halves = a.gated && Shape::kTiles == 1 ? 2 : 1;
@@ -350,24 +349,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         }
     };
 
-    // Activations: 16 bytes a copy, each block's from another one on, since all ask for the same.
-    const int in_row = work.chunks * (Shape::kChunkDepth / 8);  // copies of a row
-    const int copies = a.rows * in_row;
-    const int turn = static_cast<int>(blockIdx.x) * 64;
-    const int turned = turn - quotient(turn, in_row) * in_row;
-    auto every_copy = [&](auto use) {  // by whole warps
-#pragma unroll 1
-        for (int i = warp * 32; i < copies; i += Shape::kThreads) {
-            const int mine = min(i + lane, copies - 1), r = quotient(mine, in_row);
-            const int at = mine - r * in_row + turned;
-            use(i + lane < copies, r, at < in_row ? at : at - in_row);
-        }
-    };
-    unsigned char* inputs_of[kColumns];  // columns without a row have the last one's
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-        inputs_of[c] = shared + min(c * 8 + row, a.rows - 1) * p.input_pitch + quarter * 16;
-
     auto run = [&](auto zeros) {
         constexpr bool kZeros = decltype(zeros)::value;
         // Only the weight is sure to be there before the kernel ahead has ended.
@@ -379,15 +360,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #endif
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) fetch(stage, zeros);
-#ifdef OFFLOAD_HAS_BULK_COPY
-        if (Shape::kFar > 0 && lane == 0) {
-            const int there =
-                min(min(Shape::kFar, ahead_left) * kPieceChunks, work.chunks - ahead_chunk);
+
+        // Activations: 16 bytes a copy, each block's from another one on, since all ask for the
+        // same.
+        const int in_row = work.chunks * (Shape::kChunkDepth / 8);  // copies of a row
+        const int copies = a.rows * in_row;
+        const int turn = static_cast<int>(blockIdx.x) * 64;
+        const int turned = turn - quotient(turn, in_row) * in_row;
+        auto every_copy = [&](auto use) {  // by whole warps
+#pragma unroll 1
+            for (int i = warp * 32; i < copies; i += Shape::kThreads) {
+                const int mine = min(i + lane, copies - 1), r = quotient(mine, in_row);
+                const int at = mine - r * in_row + turned;
+                use(i + lane < copies, r, at < in_row ? at : at - in_row);
+            }
+        };
+        unsigned char* inputs_of[kColumns];  // columns without a row have the last one's
 #pragma unroll
-            for (int m = 0; m < kTiles; ++m)
-                if (there > 0) prefetch_bulk(codes_of[m] + ahead_chunk * 32, there * 512);
-        }
-#endif
+        for (int c = 0; c < kColumns; ++c)
+            inputs_of[c] = shared + min(c * 8 + row, a.rows - 1) * p.input_pitch + quarter * 16;
+
         wait_for_previous_kernel();
         every_copy([&](bool there, int r, int at) {
             if (there)
