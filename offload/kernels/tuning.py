@@ -75,7 +75,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """ "own": SkinnyGemm or QuantGemm, with its variant and splits; "apart": the former with the
+    """ "own": QuantGemm, or SkinnyGemm with its variant and splits; "apart": the latter with the
     norm in a kernel before it; "cublas": torch's product, the rest in kernels around it. Of torch's
     products with many rows: "whole", or in `splits` pieces of the "rows" or of the outputs,
     "columns".
