@@ -128,11 +128,6 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
     if (b.arrived == b.expected) b.phase += 1;
 }
 
-inline void prefetch_bulk(const void* from, uint32_t bytes) {
-    host_cuda::require(reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0,
-                       "a prefetch that is not aligned");
-}
-
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     HostBarrier& b = host_barriers[barrier];
     host_cuda::require(b.phase >= 0, "a barrier that was not initialised");

@@ -120,13 +120,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
         "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
-
-// Into L2 alone.
-__device__ __forceinline__ void prefetch_bulk(const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
-                 "r"(bytes)
-                 : "memory");
-}
 #endif
 
 }  // namespace offload

@@ -246,9 +246,7 @@ typedef struct {
     const void* bias;      // [outputs or 2 * outputs]; null
     const void* residual;  // [rows, outputs] at residual_stride; null
     void* output;          // [rows, outputs] at output_stride; may be `residual`
-    const void* ahead;     // what L2 is told to fetch, at a multiple of 16 bytes; null
     int64_t input_stride, residual_stride, output_stride;
-    int64_t ahead_bytes;  // a multiple of 16
     int32_t rows, outputs, depth;
     int32_t group;       // columns that share a scale: 32, 64, 128 ..., or the depth
     int32_t bits;        // 4 or 8

@@ -14,7 +14,6 @@ constexpr int kMostAtOnce = 16;  // rows; of more the weight is read several tim
 constexpr int kMostSize = 1 << 29;
 constexpr int kMostBlocks = 1 << 13;
 constexpr int kMostCluster = 8;
-constexpr int kMostAhead = 1 << 28;  // bytes
 
 using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
 
@@ -86,12 +85,6 @@ int check_arguments(const OffloadQuantGemm& a) {
         return refuse("quant_gemm: activation %d is unknown", a.activation);
     if (!aligned16(a.input) || !aligned16(a.codes))
         return refuse("quant_gemm: input and codes must lie at multiples of 16 bytes");
-    if (!aligned16(a.ahead) || a.ahead_bytes % 16 || a.ahead_bytes < 0 ||
-        a.ahead_bytes > kMostAhead)
-        return refuse(
-            "quant_gemm: what is fetched ahead must be a multiple of 16 bytes up to %d, at such "
-            "an address",
-            kMostAhead);
     if (reinterpret_cast<uintptr_t>(a.scale) % 4 || reinterpret_cast<uintptr_t>(a.zero) % 2)
         return refuse("quant_gemm: scales must lie at multiples of 4 bytes, zeros of 2");
     return 0;
@@ -187,8 +180,6 @@ bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int c
     p.rings_at = static_cast<int>(rings_at);
     p.parts_at = static_cast<int>(parts_at);
     call.shared = static_cast<int>(shared);
-    const int64_t lanes = int64_t{16} * call.blocks * form.warps;  // 16 bytes a warp
-    p.ahead_each = static_cast<int>((a.ahead_bytes + lanes - 1) / lanes * 16);
     return true;
 }
 
@@ -276,7 +267,6 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
             part.residual = static_cast<const uint16_t*>(a.residual) + first * a.residual_stride;
         if (first > 0) part.launch_early = 1;  // behind one of this library
         first += part.rows;
-        if (first < a.rows) part.ahead = nullptr;
         if (int status = launch_call(call, part, stream)) return status;
     }
     return 0;

@@ -30,7 +30,6 @@ struct QuantPlan {
     // In shared memory, in bytes: from row to row of the activations; where the sums of activations
     // begin, the warps' rings, the sums of products.
     int32_t input_pitch, starts_at, rings_at, parts_at;
-    int32_t ahead_each;  // bytes a warp of what is fetched ahead
 };
 
 template <int kBits, int kHalves_, int kColumns_, int kTiles_, int kWarps_, int kPieceChunks_,
@@ -296,22 +295,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
             zeros_of[m] = static_cast<const Zero*>(a.zero) + tile * p.groups * 8 + row;
         }
     };
-    // Tells L2 to fetch a warp's share of what the next kernel reads first.
-    auto prefetch_ahead = [&] {
-#ifdef OFFLOAD_HAS_BULK_COPY
-        const int at = (static_cast<int>(blockIdx.x) * Shape::kWarps + warp) * p.ahead_each;
-        const int left = static_cast<int>(a.ahead_bytes) - at;
-        if (lane == 0 && left > 0)
-            prefetch_bulk(static_cast<const unsigned char*>(a.ahead) + at,
-                          static_cast<uint32_t>(min(left, p.ahead_each)));
-#endif
-    };
     auto fetch = [&](int stage, auto zeros) {
         if (ahead_left == 0) {
             commit_ring();
             return;
         }
-        if (--ahead_left == 0 && a.ahead) prefetch_ahead();
+        --ahead_left;
         const int there = min(kPieceChunks, work.chunks - ahead_chunk);
         const uint32_t to = ring_at + stage * Shape::kStageBytes;
 #ifdef OFFLOAD_HAS_BULK_COPY
@@ -367,12 +356,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         const int copies = a.rows * in_row;
         const int turn = static_cast<int>(blockIdx.x) * 64;
         const int turned = turn - quotient(turn, in_row) * in_row;
+        const int first_row = quotient(thread, in_row), first_copy = thread - first_row * in_row;
+        const int row_step = quotient(Shape::kThreads, in_row);
+        const int copy_step = Shape::kThreads - row_step * in_row;
         auto every_copy = [&](auto use) {  // by whole warps
+            int r = first_row, q = first_copy;
 #pragma unroll 1
             for (int i = warp * 32; i < copies; i += Shape::kThreads) {
-                const int mine = min(i + lane, copies - 1), r = quotient(mine, in_row);
-                const int at = mine - r * in_row + turned;
-                use(i + lane < copies, r, at < in_row ? at : at - in_row);
+                const int at = q + turned;
+                use(i + lane < copies, min(r, a.rows - 1), at < in_row ? at : at - in_row);
+                r += row_step;
+                q += copy_step;
+                if (q >= in_row) {
+                    q -= in_row;
+                    ++r;
+                }
             }
         };
         unsigned char* inputs_of[kColumns];  // columns without a row have the last one's
