@@ -93,7 +93,7 @@ struct QuantWork {
     int pieces;          // of a bundle
 
     __device__ __forceinline__ QuantWork(const OffloadQuantGemm& a, const QuantPlan& p, int block) {
-        cluster = p.cluster == 1 ? block : quotient(block, p.cluster);
+        cluster = quotient(block, p.cluster);
         first = cluster * p.bundles + min(cluster, p.longer_clusters);
         bundles = p.bundles + (cluster < p.longer_clusters);
         halves = a.gated && Shape::kTiles == 1 ? 2 : 1;
@@ -119,10 +119,9 @@ struct QuantWork {
     }
 };
 
-// Called, and not inlined: eight times the code would come from far for one use of each.
 template <typename T>
-__device__ __noinline__ void finish_output(const OffloadQuantGemm& a, int n, int r, float gate,
-                                           float up) {
+__device__ __forceinline__ void finish_output(const OffloadQuantGemm& a, int n, int r, float gate,
+                                              float up) {
     const T* bias = static_cast<const T*>(a.bias);
     const T* residual = static_cast<const T*>(a.residual);
     float y = activate(gate + (bias ? to_float(bias[n]) : 0.f), a.activation);
@@ -338,6 +337,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         }
     };
 
+    // Activations: 16 bytes a copy, each block's from another one on, since all ask for the same.
+    const int in_row = work.chunks * (Shape::kChunkDepth / 8);  // copies of a row
+    const int copies = a.rows * in_row;
+    const int turn = static_cast<int>(blockIdx.x) * 64;
+    const int turned = turn - quotient(turn, in_row) * in_row;
+    auto every_copy = [&](auto use) {  // by whole warps
+        for (int i = warp * 32; i < copies; i += Shape::kThreads) {
+            const int mine = min(i + lane, copies - 1), r = quotient(mine, in_row);
+            const int at = mine - r * in_row + turned;
+            use(i + lane < copies, r, at < in_row ? at : at - in_row);
+        }
+    };
+    unsigned char* inputs_of[kColumns];  // columns without a row have the last one's
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+        inputs_of[c] = shared + min(c * 8 + row, a.rows - 1) * p.input_pitch + quarter * 16;
+
     auto run = [&](auto zeros) {
         constexpr bool kZeros = decltype(zeros)::value;
         // Only the weight is sure to be there before the kernel ahead has ended.
@@ -349,35 +365,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #endif
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) fetch(stage, zeros);
-
-        // Activations: 16 bytes a copy, each block's from another one on, since all ask for the
-        // same.
-        const int in_row = work.chunks * (Shape::kChunkDepth / 8);  // copies of a row
-        const int copies = a.rows * in_row;
-        const int turn = static_cast<int>(blockIdx.x) * 64;
-        const int turned = turn - quotient(turn, in_row) * in_row;
-        const int first_row = quotient(thread, in_row), first_copy = thread - first_row * in_row;
-        const int row_step = quotient(Shape::kThreads, in_row);
-        const int copy_step = Shape::kThreads - row_step * in_row;
-        auto every_copy = [&](auto use) {  // by whole warps
-            int r = first_row, q = first_copy;
-#pragma unroll 1
-            for (int i = warp * 32; i < copies; i += Shape::kThreads) {
-                const int at = q + turned;
-                use(i + lane < copies, min(r, a.rows - 1), at < in_row ? at : at - in_row);
-                r += row_step;
-                q += copy_step;
-                if (q >= in_row) {
-                    q -= in_row;
-                    ++r;
-                }
-            }
-        };
-        unsigned char* inputs_of[kColumns];  // columns without a row have the last one's
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-            inputs_of[c] = shared + min(c * 8 + row, a.rows - 1) * p.input_pitch + quarter * 16;
-
         wait_for_previous_kernel();
         every_copy([&](bool there, int r, int at) {
             if (there)
