@@ -85,9 +85,9 @@ def attention(device: torch.device, groups: Sequence[int] = GROUPS) -> Curve:
 
 
 def _attention(device: torch.device, group: int) -> float:
-    batch, kv_heads, length, width = 64, 8, 2048, 128
+    batch, kv_heads, length, width = 32, 8, 2048, 128
     query = torch.ones(batch, kv_heads * group, width, dtype=DTYPE, device=device)
-    caches = torch.zeros(3, 2, batch, kv_heads, length, width, dtype=DTYPE, device=device)
+    caches = torch.zeros(2, 2, batch, kv_heads, length, width, dtype=DTYPE, device=device)
     workspace = Workspace(device)
     calls = [
         DecodeAttention(
