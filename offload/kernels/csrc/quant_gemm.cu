@@ -171,8 +171,7 @@ bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int c
     const int64_t starts_at = aligned(pitch * a.rows);
     const int64_t rings_at = aligned(starts_at + most_chunks * form.chunk_starts);
     const int64_t parts_at = aligned(rings_at + form.rings);
-    const int64_t most_bundles =
-        (p.bundles + (p.longer_clusters > 0)) * (a.gated && form.tiles == 1 ? 2ll : 1ll);
+    const int64_t most_bundles = p.bundles + (p.longer_clusters > 0);
     const int64_t shared = parts_at + (form.warps + most_bundles - 1) * form.part;
     if (shared > device.shared_per_block) return false;
     p.input_pitch = static_cast<int>(pitch);

@@ -48,6 +48,7 @@ struct QuantShape {
     static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kPartFloats = kTiles * kColumns * 128;  // of a warp and bundle
     static constexpr int kStartBytes = kColumns * 64;            // of a half of a chunk
+    static_assert(kTiles == 2, "one of gate rows and one of up rows");
     static_assert(kPieceChunks <= 4, "a lane of each quarter has a chunk's scales");
     static_assert(kChunkDepth % (32 * kHalves) == 0, "whole loads");
 };
@@ -88,7 +89,6 @@ template <typename Shape>
 struct QuantWork {
     int rank, cluster;
     int first, bundles;  // of outputs
-    int halves;          // 2 where gate and up are bundles of their own, one behind the other
     int chunk0, chunks;  // of the depth
     int pieces;          // of a bundle
 
@@ -96,7 +96,6 @@ struct QuantWork {
         cluster = quotient(block, p.cluster);
         first = cluster * p.bundles + min(cluster, p.longer_clusters);
         bundles = p.bundles + (cluster < p.longer_clusters);
-        halves = a.gated && Shape::kTiles == 1 ? 2 : 1;
         at_rank(p, block - cluster * p.cluster);
     }
 
@@ -108,14 +107,14 @@ struct QuantWork {
     }
 
     __device__ __forceinline__ QuantShares shares() const {
-        return QuantShares(bundles * halves * pieces, Shape::kWarps);
+        return QuantShares(bundles * pieces, Shape::kWarps);
     }
 
     // The m-th tile of bundle b; behind the last one, the last one.
     __device__ __forceinline__ int tile(const OffloadQuantGemm& a, const QuantPlan& p, int b,
                                         int m) const {
-        if (!a.gated) return min((first + b) * Shape::kTiles + m, p.tiles - 1);
-        return Shape::kTiles == 1 ? first + b / 2 + b % 2 * p.tiles : first + b + m * p.tiles;
+        return a.gated ? first + b + m * p.tiles
+                       : min((first + b) * Shape::kTiles + m, p.tiles - 1);
     }
 };
 
@@ -166,14 +165,14 @@ template <typename T, int kBits, typename Shape>
 __device__ __forceinline__ void finish_bundles(const OffloadQuantGemm& a, const QuantPlan& p,
                                                const QuantWork<Shape>& work,
                                                unsigned char* shared) {
-    constexpr int kTiles = Shape::kTiles, kMostHalves = kTiles == 1 ? 2 : 1;
+    constexpr int kTiles = Shape::kTiles;
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int columns = (a.rows + 7) / 8;
     float4* const parts = reinterpret_cast<float4*>(shared + p.parts_at) + lane;
     __syncthreads();
 #ifdef OFFLOAD_HAS_CLUSTERS
     if (p.cluster > 1) {
-        for (int item = warp; item < work.bundles * work.halves * columns; item += Shape::kWarps) {
+        for (int item = warp; item < work.bundles * columns; item += Shape::kWarps) {
             const int bundle = quotient(item, columns), c = item - bundle * columns;
             float sum[kTiles][4] = {};
             add_warps(work, parts + c * 32, bundle, sum);
@@ -190,57 +189,50 @@ __device__ __forceinline__ void finish_bundles(const OffloadQuantGemm& a, const 
     for (int item = work.rank * Shape::kWarps + warp; item < work.bundles * columns;
          item += p.cluster * Shape::kWarps) {
         const int b = quotient(item, columns), c = item - b * columns;
-        float sum[kMostHalves][kTiles][4] = {};  // of two tiles, or of gate and up
-#pragma unroll
-        for (int half = 0; half < kMostHalves; ++half) {
-            if (half == work.halves) break;
-            const int bundle = b * work.halves + half;
+        float sum[kTiles][4] = {};  // of two tiles, or of gate and up
 #ifdef OFFLOAD_HAS_CLUSTERS
-            if (p.cluster > 1) {
-                constexpr int kAtOnce = 4;
-                for (int rank = 0; rank < p.cluster; rank += kAtOnce) {
-                    float4 x[kAtOnce][kTiles];
+        if (p.cluster > 1) {
+            constexpr int kAtOnce = 4;
+            for (int rank = 0; rank < p.cluster; rank += kAtOnce) {
+                float4 x[kAtOnce][kTiles];
 #pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i) {
-                        QuantWork<Shape> theirs = work;
-                        theirs.at_rank(p, rank + i);
-                        const int first = theirs.shares().owner(bundle * theirs.pieces);
+                for (int i = 0; i < kAtOnce; ++i) {
+                    QuantWork<Shape> theirs = work;
+                    theirs.at_rank(p, rank + i);
+                    const int first = theirs.shares().owner(b * theirs.pieces);
 #pragma unroll
-                        for (int m = 0; m < kTiles; ++m)
-                            x[i][m] =
-                                rank + i < p.cluster
-                                    ? load_from_block(parts + (((first + bundle) * kTiles + m) *
-                                                                   Shape::kColumns +
-                                                               c) *
-                                                                  32,
-                                                      rank + i)
-                                    : make_float4(0.f, 0.f, 0.f, 0.f);
-                    }
-#pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-                        for (int m = 0; m < kTiles; ++m) {
-                            sum[half][m][0] += x[i][m].x;
-                            sum[half][m][1] += x[i][m].y;
-                            sum[half][m][2] += x[i][m].z;
-                            sum[half][m][3] += x[i][m].w;
-                        }
+                    for (int m = 0; m < kTiles; ++m)
+                        x[i][m] =
+                            rank + i < p.cluster
+                                ? load_from_block(
+                                      parts +
+                                          (((first + b) * kTiles + m) * Shape::kColumns + c) * 32,
+                                      rank + i)
+                                : make_float4(0.f, 0.f, 0.f, 0.f);
                 }
-                continue;
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+                    for (int m = 0; m < kTiles; ++m) {
+                        sum[m][0] += x[i][m].x;
+                        sum[m][1] += x[i][m].y;
+                        sum[m][2] += x[i][m].z;
+                        sum[m][3] += x[i][m].w;
+                    }
             }
+        } else
 #endif
-            add_warps(work, parts + c * 32, bundle, sum[half]);
-        }
+            add_warps(work, parts + c * 32, b, sum);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
             const int tile = a.gated ? work.first + b : (work.first + b) * kTiles + m;
             if ((a.gated && m > 0) || tile >= p.tiles) break;
-            const float (&up)[4] = kTiles == 1 ? sum[kMostHalves - 1][0] : sum[0][kTiles - 1];
+            const float (&up)[4] = sum[kTiles - 1];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int n = tile * 16 + i / 2 * 8 + lane / 4, r = c * 8 + lane % 4 * 2 + i % 2;
                 const float times = i / 2 ? Codes<T, kBits>::kSecond : Codes<T, kBits>::kFirst;
-                if (r < a.rows) finish_output<T>(a, n, r, sum[0][m][i] * times, up[i] * times);
+                if (r < a.rows) finish_output<T>(a, n, r, sum[m][i] * times, up[i] * times);
             }
         }
     }
@@ -287,8 +279,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     auto enter_bundle = [&] {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
-            const int64_t tile =
-                work.tile(a, p, min(ahead_bundle, work.bundles * work.halves - 1), m);
+            const int64_t tile = work.tile(a, p, min(ahead_bundle, work.bundles - 1), m);
             codes_of[m] = static_cast<const uint4*>(a.codes) + (tile * p.chunks + work.chunk0) * 32;
             scales_of[m] = static_cast<const uint32_t*>(a.scale) + tile * p.groups * 8 + row;
             zeros_of[m] = static_cast<const Zero*>(a.zero) + tile * p.groups * 8 + row;
