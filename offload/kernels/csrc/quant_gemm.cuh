@@ -2,9 +2,9 @@
 // and int8 codes in the order of the tensor cores' operands, one scale a row or a group.
 //
 // Weights are the 16-row operand at any number of rows: a scalar form has no issue slots left for
-// more than one. A bundle is a tile of 16 rows of the weight, or two that share the activations'
-// way out of shared memory; a chunk is 512 bytes of a tile, 16 a lane; a piece is some chunks of a
-// bundle, one stage of a warp's ring.
+// more than one. A bundle is two tiles of 16 rows of the weight, neighbours or a gate's and its
+// up's, that share the activations' way out of shared memory; a chunk is 512 bytes of a tile, 16 a
+// lane; a piece is some chunks of a bundle, one stage of a warp's ring.
 //
 // A block has some bundles and all of their depth (a cluster's blocks share it out), and each of
 // its warps an equal share of their pieces, in the order in which they lie: a plain stream that
