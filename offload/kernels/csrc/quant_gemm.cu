@@ -190,10 +190,12 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
     double best = 0.;
     // In bytes of HBM, as time goes by on an H200: activations' way from L2 takes nearly as long as
     // that of codes from HBM, and blocks of a cluster wait for each other.
-    constexpr double kInputs = 0.9, kClusters = 5e6;
+    constexpr double kInputs = 0.9, kFirstDoubling = 5e6, kDoubling = 2.5e6;
+    double waiting = 0.;
     const double codes = static_cast<double>(a.outputs) * (a.gated ? 2 : 1) * a.depth * a.bits / 8;
     const int most = device.major >= 9 ? kMostCluster : 1;
     for (int cluster = 1; cluster <= most; cluster *= 2) {
+        if (cluster > 1) waiting += cluster == 2 ? kFirstDoubling : kDoubling;
         int clusters = 0;
         if (int status = count_clusters(tried.form, device, cluster, &clusters)) return status;
         if (clusters == 0) continue;
@@ -207,7 +209,7 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
             const double busy = static_cast<double>(bundles) * cluster /
                                 (static_cast<double>(longest) * device.multiprocessors);
             const double inputs = 2. * a.rows * a.depth * tried.blocks / cluster;
-            const double cost = codes / busy + kInputs * inputs + (cluster > 1 ? kClusters : 0.);
+            const double cost = codes / busy + kInputs * inputs + waiting;
             if (!found || cost < best) {
                 best = cost;
                 call = tried;
