@@ -26,6 +26,7 @@ from offload.models.fused import prompt
 from offload.models.fused.decoder import FusedEngine
 from offload.models.kv import host_kv, streamed_kv
 from offload.models.kv.cache import KvLayer
+from offload.models.kv.host_columns import SPARE, HostColumns, in_place
 from offload.models.kv.host_kv import HostKv
 from offload.models.kv.streamed_kv import evenly
 from offload.row_copies import HostCopies
@@ -282,6 +283,40 @@ def test_rows_move_between_the_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch
             found.append(model(ids[:2, 10:11], **{name: cache}).logits)
         said.append(torch.cat(found))
     assert close(*said)
+
+
+@given(st.lists(st.integers(0, 11), min_size=8, max_size=8))
+def test_rows_are_copied_in_an_order_that_loses_none(sources: list[int]) -> None:
+    """Rows 8 to 11 are sources alone."""
+    rows = {**{i: f"row {i}" for i in range(12)}, SPARE: ""}
+    wanted = [rows[source] for source in sources]
+    copies = list(in_place(dict(enumerate(sources))))
+    for target, source in copies:
+        rows[target] = rows[source]
+    assert [rows[i] for i in range(8)] == wanted
+    moved = sum(i != source for i, source in enumerate(sources))
+    assert len(copies) - sum(target == SPARE for target, _ in copies) == moved
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3, 4], [3, 1, 2, 0, 4], [4, 4, 1, 2, 3], [1, 0, 3, 4, 2]]
+)
+def test_only_what_moves_is_copied(pair: Pair, order: list[int]) -> None:
+    """Of five rows one is on the compute device."""
+    model, name = pair[1], exactness.name_of_cache(pair[0])
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        cache = model(prompts(5, 6))[name]
+        assert cache.layers[0].rows_on_cpu == 4
+        before = [x.clone() for layer in cache.layers for x in (layer.keys, layer.values)]
+        taken: list[int] = []
+        take = HostColumns.take
+        patch.setattr(HostColumns, "take", lambda *args: taken.append(1) or take(*args))
+        cache.reorder_cache(torch.tensor(order))
+        after = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    for a, b in zip(after, before, strict=True):
+        assert torch.equal(a, b[order])
+    moved = sum(i != source for i, source in enumerate(order) if i)
+    assert len(taken) <= len(before) * (moved + 1) and (moved or not taken)
 
 
 def test_transformers_modules_run_on_the_same_cache(pair: Pair) -> None:

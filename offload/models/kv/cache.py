@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from offload.models.kv.host_columns import HostColumns
+from offload.models.kv.host_columns import SPARE, HostColumns, in_place
 from offload.models.kv.host_kv import GpuShare, HostBlock, HostKv
 from offload.models.specs.spec import ModelSpec
 
@@ -261,26 +261,62 @@ class KvLayer(CacheLayerMixin):
             return
         if rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
-        count, above, under = rows.numel(), self._above(), self._under()
+        count = rows.numel()
         stays = count == self.batch_size
         below = self.rows_on_cpu if stays else self.common.below(count)
         if self.host_keys is None and not below:
-            up, down = [_first(x, rows, self.length) for x in above], []
-        else:  # from both sides to both sides
-            self.common.settle()
-            self.common.writes.changes += 1
-            rows = rows.cpu()
-            sides = list(zip(above, under, strict=True))
-            up = [self._raised(*pair, rows[: count - below]) for pair in sides]
-            down = [self._lowered(*pair, rows[count - below :]) for pair in sides]
+            kept = [_first(x, rows, self.length) for x in self._above()]
+            if not stays:
+                self._allocate((count, *self.key_buffer.shape[1:]), 0, self.key_buffer)
+            for now, found in zip(self._above(), kept, strict=True):
+                assert now is not None
+                now[:, :, : self.length] = found
+        else:
+            self._pick_from_both_sides(rows.cpu().long(), below, stays)
+
+    def _pick_from_both_sides(self, rows: torch.Tensor, below: int, stays: bool) -> None:
+        """The same with the last `below` rows of those in CPU memory, before or after.
+
+        In the same buffers only what moves is touched. What goes over the link does so at once; in
+        CPU memory each row is copied once.
+        """
+        assert self.key_buffer is not None
+        self.common.settle()
+        self.common.writes.changes += 1
+        above, under, split = self._above(), self._under(), self.key_buffer.shape[0]
+        block = self._block  # for as long as it is read
+        places = torch.arange(rows.numel())
+        moved = places[rows != places] if stays else places
+        first = rows.numel() - below  # in CPU memory
+        up, down = moved[moved < first], moved[moved >= first]
+        # All that may fail comes before anything is written.
+        sides = list(zip(above, under, strict=True))
+        raised = [self._raised(*pair, rows[up]) for pair in sides]
+        crosses = rows[down] < split
+        lowered = [self._lowered(*pair, rows[down[crosses]]) for pair in sides]
+        spare = under[0].spare_row(self.length) if stays and under[0] is not None else None
         if not stays:
-            self._allocate((count, *self.key_buffer.shape[1:]), below, self.key_buffer)
-        for now, kept in zip(self._above(), up, strict=True):
-            assert now is not None
-            now[:, :, : self.length] = kept
-        for place, found in zip(self._under(), down, strict=False):
-            if place is not None:
-                place.take(found, self.length)
+            self._allocate((rows.numel(), *self.key_buffer.shape[1:]), below, self.key_buffer)
+        # In CPU memory rows have numbers: those that came down behind those that were there.
+        there = 0 if under[0] is None else under[0].shape[0]
+        sources = rows[down] - split
+        sources[crosses] = there + torch.arange(int(crosses.sum()))
+        wanted = dict(zip((down - first).tolist(), sources.tolist(), strict=True))
+        order = list(in_place(wanted) if stays else wanted.items())
+        for now, before, came in zip(self._under(), under, lowered, strict=True):
+            for target, source in order:
+                to = spare if target == SPARE or now is None else now[target : target + 1]
+                found = spare
+                if source >= there:
+                    found = came[source - there : source - there + 1]
+                elif source != SPARE and before is not None:
+                    found = before[source : source + 1]
+                assert to is not None and found is not None
+                to.take(found, self.length)
+        for buffer, kept in zip(self._above(), raised, strict=True):
+            assert buffer is not None
+            buffer[:, :, : self.length].index_copy_(0, up.to(buffer.device), kept)
+        del block
 
     def _raised(
         self, above: torch.Tensor | None, under: HostColumns | None, rows: torch.Tensor
@@ -300,19 +336,14 @@ class KvLayer(CacheLayerMixin):
     def _lowered(
         self, above: torch.Tensor | None, under: HostColumns | None, rows: torch.Tensor
     ) -> HostColumns:
-        """The same in CPU memory, as it is kept there."""
+        """Rows of the compute device in CPU memory, as they are kept there."""
         assert above is not None
-        split, (_, heads, _, width) = above.shape[0], above.shape
-        shape = (rows.numel(), heads, self.length, width)
+        _, heads, _, width = above.shape
         home = self.common.host
         int8 = home is not None and home.int8 if under is None else under.scales is not None
+        shape = (rows.numel(), heads, self.length, width)
         found = HostColumns.empty(shape, above.dtype, int8)
-        for place, row in enumerate(rows.tolist()):
-            if row < split:
-                found[place : place + 1].write(0, above[row : row + 1, :, : self.length])
-            elif under is not None:
-                row -= split
-                found[place : place + 1].take(under[row : row + 1], self.length)
+        found.write(0, _first(above, rows, self.length))
         return found
 
     def offload(self) -> None:

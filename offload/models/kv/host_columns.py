@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from offload.kernels.quantize_rows import QuantizeRows
 from offload.store.layout import align
 
 SCALE = torch.float32
+SPARE = -1  # the number of a row that is beside others
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,38 @@ class HostColumns:
         if self.scales is not None and other.scales is not None:
             self.scales[:, :, :columns] = other.scales[:, :, :columns]
 
+    def spare_row(self, columns: int) -> HostColumns:
+        """Memory for so many columns of one row, with any content."""
+        shape = 1, self.shape[1], columns, self.shape[3]
+        return HostColumns.empty(shape, self.dtype, self.scales is not None)
+
     def picked(self, rows: torch.Tensor, columns: int) -> HostColumns:
         """Those rows' first columns, in that order, in memory of their own."""
         scales = self.scales
         if scales is not None:
             scales = scales[:, :, :columns].index_select(0, rows)
         return HostColumns(self.stored[:, :, :columns].index_select(0, rows), scales, self.dtype)
+
+
+def in_place(sources: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Copies (target, source) after which each target row has what its source had before; SPARE is
+    a row beside them. Each row is copied once, and one of every cycle twice.
+    """
+    pending = {target: source for target, source in sources.items() if target != source}
+    readers = Counter(pending.values())
+    ready = [target for target in pending if not readers[target]]
+    while pending:
+        if not ready:  # nothing but cycles is left
+            target = next(iter(pending))
+            yield SPARE, target
+            pending = {t: SPARE if s == target else s for t, s in pending.items()}
+            ready.append(target)
+        target = ready.pop()
+        source = pending.pop(target)
+        yield target, source
+        readers[source] -= 1
+        if source in pending and not readers[source]:
+            ready.append(source)
 
 
 def halves(
