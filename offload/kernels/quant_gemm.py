@@ -41,7 +41,9 @@ class QuantGemm(Call):
     or bfloat16 at a multiple of 16 bytes, rows likewise; weight: [outputs, depth], or
     [2 * outputs, depth] where `gated`, gate rows first, `outputs` a multiple of 16; bias as long as
     the weight has rows. out, residual: [..., outputs]; `out` may be `residual` itself. Sums are
-    float32 in a fixed order: results repeat bit for bit on one kind of GPU.
+    float32 in a fixed order: results repeat bit for bit on one kind of GPU. On a GPU, bfloat16
+    inputs are multiplied times 2^64 and sums back: magnitudes from 2^63 on become infinite, and
+    rows whose magnitudes are all below about 2^-50 lose digits.
 
     `early` is programmatic dependent launch: only behind another kernel of this package on the same
     stream, and only where the weight is in place before that one ends, since its loads begin
