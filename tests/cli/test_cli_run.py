@@ -52,6 +52,17 @@ def test_a_goal_is_planned_for(program: Any, chat_model: Path) -> None:
     assert wrong.code == 2 and "device_map='cpu' says it" in wrong.err
 
 
+def test_keys_and_values_come_up(program: Any, chat_model: Path) -> None:
+    done = program(
+        "run", chat_model, "--no-chat", "--prompt", PROMPT, "--max-new-tokens", NEW, "--json",
+        "--engine", "fused", "--kv-on-cpu", 1, "--kv-attention", "gpu", "--device", "cpu",
+        "--device-map", "cpu",
+    )  # fmt: skip
+    found = json.loads(done.out)
+    assert found["text"] == plain(chat_model, PROMPT)
+    assert any(" come up in a step" in note for note in found["report"]["notes"])
+
+
 def test_a_trace_is_written_and_drawn(program: Any, chat_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     done = program(
