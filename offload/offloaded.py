@@ -357,6 +357,17 @@ class _OffloadedModel(NotCopied, PreTrainedModel):
         self.offload.prepare_cache(cache, given.get("max_cache_length", 0))
         return result
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the plain model; a closed one, or one with quantised weights, writes no file."""
+        self.offload._owner.refuse_closed()
+        if any(True for _ in quantised_weights(self)):
+            # It would write their codes, and a config that says nothing of them.
+            raise UnsupportedError(
+                "save_pretrained() of a model with quantised weights: copy their folder instead, "
+                "or write one with offload.pack()"
+            )
+        return super().save_pretrained(*args, **kwargs)
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As in the plain model, unless the embedding or the head is streamed."""
         for module in (self.get_input_embeddings(), self.get_output_embeddings()):

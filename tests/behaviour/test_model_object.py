@@ -67,7 +67,7 @@ def test_numbers(model: PreTrainedModel, plain: PreTrainedModel) -> None:
 
 
 @pytest.mark.compat
-def test_closed(model: PreTrainedModel) -> None:
+def test_closed(model: PreTrainedModel, tmp_path: Path) -> None:
     output(model)
     model.offload.close()
     assert model.offload.closed and not process.own_threads()
@@ -77,6 +77,9 @@ def test_closed(model: PreTrainedModel) -> None:
         model.generate(**variants.inputs("llama"), max_new_tokens=2)
     with pytest.raises(offload.ClosedError):
         model.model.layers[0](torch.zeros(1, 3, 32))
+    with pytest.raises(offload.ClosedError):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
     model.offload.close()
     str(model.offload.report())
 

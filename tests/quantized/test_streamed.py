@@ -4,7 +4,9 @@ the stored ones stand for.
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,24 @@ def test_packed_folders(source: Source, tmp_path: Path, name: str, asked: Any, t
     out = folders.pack(source(name), tmp_path / "out", asked)
     state = folders.whole(out, asked, torch.bfloat16)
     check(out, folders.plain_model(source(name), state, tmp_path / "whole"), tier, tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["fused", "transformers"])
+@pytest.mark.parametrize("place", ["cpu", {"": 0}], ids=str)
+def test_what_would_be_half_a_model_is_refused(
+    source: Source, tmp_path: Path, engine: str, place: Any
+) -> None:
+    """A folder whose config says nothing of codes would be loaded with random weights."""
+    out = folders.pack(source("llama"), tmp_path / "out", "int4")
+    with offload.run(out, device_map=place, device="cpu", engine=engine) as model:
+        with pytest.raises(UnsupportedError, match=r"copy their folder instead"):
+            model.save_pretrained(tmp_path / "saved")
+        product = model.model.layers[0].mlp.up_proj
+        with pytest.raises(TypeError, match=r"offload\.run a second time"):
+            copy.deepcopy(product)
+        with pytest.raises(TypeError, match="path instead"):
+            pickle.dumps(product)
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize(("name", "method", "tier"), in_turns(METHODS))

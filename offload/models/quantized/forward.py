@@ -17,6 +17,7 @@ from offload.errors import UnsupportedError
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.int8_linear import Int8Linear, why_not_int8
+from offload.models.hooked import NotCopied
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.coded import Decoder
 from offload.models.quantized.scratch import Scratch
@@ -24,7 +25,7 @@ from offload.models.quantized.whole import Fill, WholeWeight
 from offload.store.layout import align
 
 
-class QuantisedForward:
+class QuantisedForward(NotCopied):
     """Stands in for a module's `forward`: its weights are made, used, and overwritten by the next
     module's.
 
