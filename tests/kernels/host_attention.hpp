@@ -269,8 +269,8 @@ namespace offload {
 const Device& current_device() {
     static Device device;
     // A device of its own for every size, since what fits is remembered by its number.
-    device = {host_cuda::shared_of_block, host_cuda::multiprocessors, 9,
-              host_cuda::shared_of_block};
+    const int index = host_cuda::shared_of_block * 256 + host_cuda::multiprocessors;
+    device = {index, host_cuda::multiprocessors, 9, host_cuda::shared_of_block};
     return device;
 }
 
