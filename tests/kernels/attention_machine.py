@@ -24,13 +24,16 @@ H200, ADA = 232448, 101376  # bytes of shared memory that a block may have
 HOSTS = itertools.cycle([(4, H200, 0, 1), (1, ADA, 1, 0), (23, H200, 1, 1), (7, ADA, 0, 0)])
 
 
-def run(arguments: dict[str, Any], machine: str) -> DecodeAttention:
+def run(
+    arguments: dict[str, Any], machine: str, host: tuple[int, int, int, int] | None = None
+) -> DecodeAttention:
     """Make the call, issue it on `machine`, and check what it must leave behind.
 
-    Partial results are NaN before, counters zero before and after.
+    Partial results are NaN before, counters zero before and after. `host`: as of HOSTS, instead
+    of the next of these.
     """
     if machine == "host":
-        return _run_on_host(DecodeAttention(**arguments))
+        return _run_on_host(DecodeAttention(**arguments), host or next(HOSTS))
     workspace = Workspace(arguments["query"].device)
     call = DecodeAttention(**arguments, workspace=workspace)
     workspace._partials.fill_(math.nan)
@@ -69,9 +72,19 @@ class _Late(ctypes.Structure):
     )
 
 
-def _run_on_host(call: DecodeAttention) -> DecodeAttention:
+def workspace_bytes(multiprocessors: int, **fields: int) -> int:
+    """What a call of these fields asks for on such an H200: its plan's CTAs, and their kind."""
+    library = host_library()
+    library.host_settings(multiprocessors, H200, 0, 1)
+    a = structs.DecodeAttentionStruct(scale=1.0, **fields)
+    nbytes = library.offload_decode_attention_workspace(ctypes.byref(a))
+    assert nbytes >= 0, library.offload_last_error()
+    return nbytes
+
+
+def _run_on_host(call: DecodeAttention, host: tuple[int, int, int, int]) -> DecodeAttention:
     library, a = host_library(), call.arguments
-    library.host_settings(*next(HOSTS))
+    library.host_settings(*host)
     nbytes = library.offload_decode_attention_workspace(ctypes.byref(a))
     assert nbytes >= 0, library.offload_last_error()
     with guarded_workspace(a, nbytes, COUNTERS):

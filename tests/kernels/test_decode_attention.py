@@ -151,17 +151,17 @@ def _in_some_order(arguments: dict[str, Any], visible: torch.Tensor, seed: int) 
     return (weights @ value).view(arguments["query"].shape).to(dtype)
 
 
-def outputs(arguments: dict[str, Any], machine: str) -> torch.Tensor:
+def outputs(arguments: dict[str, Any], machine: str, **where: Any) -> torch.Tensor:
     """The call's output, of which nothing was left as it was and beside which nothing changed."""
     query = arguments["query"]
     out, buffer = poisoned(*query.shape, dtype=query.dtype, device=query.device.type)
-    attention_machine.run({**arguments, "out": out}, machine)
+    attention_machine.run({**arguments, "out": out}, machine, **where)
     assert_untouched(out, buffer)
     return out
 
 
-def check(machine: str, arguments: dict[str, Any], what: str = "") -> None:
-    out = outputs(arguments, machine)
+def check(machine: str, arguments: dict[str, Any], what: str = "", **where: Any) -> None:
+    out = outputs(arguments, machine, **where)
     exact = exactly(arguments)
     peer = as_torch_rounds(arguments, exact)
     assert_accurate(out, peer, exact, what, exponents=exponents(arguments))
@@ -386,6 +386,81 @@ def check_cluster(machine: str, dtype: torch.dtype, name: str) -> None:
     a = make(machine, dtype=dtype, **sizes)
     check(machine, a, name)
     assert torch.equal(*(outputs(a, machine) for _ in range(2)))
+
+
+SHARES = 1
+# Batch, query and KV heads, head size, capacity of rows of very different lengths; which way was
+# the quickest of those measured on an H200, or next to it, and how many clusters at most.
+RAGGED: list[tuple[tuple[int, int, int, int, int], int, int]] = [
+    ((8, 32, 32, 80, 4635), clusters(1, 4, 2), 792),
+    ((16, 32, 32, 96, 2194), clusters(1, 4, 2), 792),
+    ((16, 16, 16, 80, 4388), clusters(1, 4, 2), 792),
+    ((8, 32, 32, 128, 4635), clusters(1, 4, 2), 792),
+    ((32, 32, 8, 128, 8484), clusters(1, 4, 2), 792),
+    ((32, 64, 8, 128, 8484), clusters(1, 4, 2), 396),
+    ((32, 32, 8, 64, 8484), clusters(1, 4, 2), 528),
+    ((20, 16, 8, 256, 6585), clusters(1, 4, 2), 264),
+    ((32, 32, 32, 80, 4242), clusters(2, 4, 2), 0),
+    ((32, 32, 32, 128, 2121), clusters(2, 4, 2), 0),
+    ((64, 32, 8, 128, 21589), SHARES, 0),
+]
+
+
+@pytest.mark.parametrize(("sizes", "variant", "splits"), RAGGED)
+def test_ragged_rows_take_what_was_measured(
+    sizes: tuple[int, int, int, int, int], variant: int, splits: int
+) -> None:
+    names = ("batch", "heads", "kv_heads", "head_dim", "max_length")
+    fields = dict(zip(names, sizes, strict=True)) | {"dtype": 1}
+    wanted = attention_machine.workspace_bytes(132, **fields, variant=variant, splits=splits)
+    assert attention_machine.workspace_bytes(132, **fields) == wanted
+    assert attention_machine.workspace_bytes(132, **fields, even=1) != wanted
+
+
+# A GPU of four multiprocessors, and rows whose items it cuts, into parts that are not equal.
+FOUR = (4, attention_machine.H200, 1, 1)
+UNEVEN = [710, 1, 0, 550, 17, 2090]
+
+
+@pytest.mark.parametrize("seen", ["all", "window", "padded", "scores"])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (80, 4), (128, 8), (256, 2), (8, 5)])
+def test_ragged_rows(head_dim: int, group: int, seen: str) -> None:
+    """Rows of very different lengths, some cut; with what is hidden left, right or by a window."""
+    rows = UNEVEN[-5:] if head_dim == 256 else UNEVEN
+    options: dict[str, dict[str, Any]] = {
+        "all": {},
+        "window": {"window": 585},
+        "padded": {"starts": [max(n - 1180, n // 40) for n in rows], "capacity": 2500},
+        "scores": {"slopes": True, "sinks": True, "softcap": 30.0},
+    }
+    sizes: dict[str, Any] = {"lengths": rows, "capacity": max(rows), "group": group}
+    dtype = torch.float16 if group % 2 else torch.bfloat16
+    a = make("host", head_dim=head_dim, dtype=dtype, **{**sizes, **options[seen]})
+    if seen == "scores":
+        a["slopes"] /= 500  # else the last part alone counts
+    call = attention_machine.run({**a, "out": torch.empty_like(a["query"])}, "host", FOUR)
+    assert call.arguments.workspace_bytes > len(rows) * bytes_of_a_part(a), "nothing is cut"
+    check("host", a, host=FOUR)
+    assert torch.equal(*(outputs(a, "host", host=FOUR) for _ in range(2)))
+
+
+def bytes_of_a_part(arguments: dict[str, Any]) -> int:
+    """In the workspace, of a CTA that is no cluster."""
+    heads, head_dim = arguments["query"].shape[1:]
+    one = {"batch": 1, "heads": heads, "kv_heads": 1, "head_dim": head_dim, "max_length": 1}
+    return attention_machine.workspace_bytes(4, **one, dtype=1, variant=clusters(1, 4, 2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_ragged_rows_of_more_items_than_are_cut(head_dim: int) -> None:
+    """Two CTAs an item, also of rows of 0 and 1 columns, and of one much longer than the others."""
+    lengths = [90, 0, 1, 1300, 16, 17, 64, 250] * 2
+    sizes: dict[str, Any] = {"lengths": lengths, "capacity": 1400, "head_dim": head_dim}
+    a = make("host", kv_heads=3, group=2, starts=[n // 5 for n in lengths], sinks=True, **sizes)
+    fields = {"batch": 16, "heads": 6, "kv_heads": 3, "head_dim": head_dim, "max_length": 1400}
+    wanted = attention_machine.workspace_bytes(4, **fields, dtype=1, variant=clusters(2, 4, 2))
+    assert attention_machine.workspace_bytes(4, **fields, dtype=1) == wanted
+    check("host", a, host=FOUR)
 
 
 @pytest.mark.parametrize(

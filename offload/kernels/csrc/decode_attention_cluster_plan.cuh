@@ -40,6 +40,7 @@ constexpr int kMergedAtOnce = 8;                 // clusters of an item
 constexpr int kManyParts = 4;                    // CTAs of an item
 constexpr int kManyTurns = 12;                   // items of a multiprocessor
 constexpr int64_t kBytesUnderWay = 128 << 10;    // of a multiprocessor, at least
+constexpr int kFewQueries = 4;                   // of an item: little to merge
 
 // How many clusters run at once; 0 where one does not fit. Worked out once a kernel, device and
 // size.
@@ -136,6 +137,32 @@ inline ClusterShape cluster_shape(int64_t items, int strips, int head_dim, int q
     return shape;
 }
 
+// The most clusters that a launch may cut items for: the parts' statistics take the rings' place,
+// and every CTA has a counter.
+inline int room_for(const ClusterShape& shape, const ClusterKernel& k) {
+    return min(shape.warps * k.ring_bytes(shape.stages) / (k.heads * 8),
+               OFFLOAD_DECODE_ATTENTION_COUNTERS / shape.cluster);
+}
+
+// Whether long rows can be cut as far as evens out the CTAs' work: half as many parts more as
+// items.
+inline bool cuts_enough(int64_t clusters, int64_t items) { return clusters * 2 >= items * 3; }
+
+// For more items than multiprocessors, where rows may be of very different lengths, as measured
+// (on an H200): CTAs among which long rows are cut, in two rounds, so that whichever ends early has
+// more to do; where these would be too few to cut much, two CTAs an item. Cluster 0: shares are
+// quicker, or it was not measured.
+inline ClusterShape shape_of_ragged(int64_t items, int head_dim, int queries,
+                                    const ClusterKernel& k, const Device& device) {
+    if (queries > 8) return {0, 0, 0};
+    const ClusterShape cut = {1, 4, 2};
+    const int a_round =
+        device.multiprocessors * (device.shared_per_block / (cut.warps * k.ring_bytes(cut.stages)));
+    if (cuts_enough(min(2 * a_round, room_for(cut, k)), items)) return cut;
+    if (head_dim > 128) return {0, 0, 0};
+    return {2, 4, 2};
+}
+
 // Shapes the launch for clusters where it is one for them; else leaves plan->cluster 0. Call it
 // where the tensor cores take the call's head size and addresses.
 inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, bool in_l2,
@@ -149,14 +176,17 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     share_heads(plan, k.heads);
     const int64_t pieces = static_cast<int64_t>(a.batch) * a.kv_heads * p.head_tiles;
     const bool many = pieces > device.multiprocessors;
+    const bool ragged = many && !a.even;
     if (!chosen) {
-        // Enough items fill the GPU by themselves; where some may be much longer than others,
-        // shares of a line of all columns fill it evenly. Large groups are read once for all of
-        // their queries, unless L2 has what is read.
-        if (device.major < 9 || (many ? !a.even : a.batch > kMostClusterRows)) return 0;
+        // Enough items of even lengths fill the GPU by themselves. Others are cut, which takes few
+        // rows; elsewhere shares of a line of all columns fill it evenly. Large groups are read
+        // once for all of their queries, unless L2 has what is read.
+        if (device.major < 9 || ((!many || ragged) && a.batch > kMostClusterRows)) return 0;
         if (p.head_tiles > 1 && !in_l2) return 0;
-        shape = many ? shape_of_many(pieces, strips, k.strip_bytes(), device)
-                     : cluster_shape(pieces, strips, a.head_dim, p.tile_heads, device);
+        shape = ragged ? shape_of_ragged(pieces, a.head_dim, p.tile_heads, k, device)
+                : many ? shape_of_many(pieces, strips, k.strip_bytes(), device)
+                       : cluster_shape(pieces, strips, a.head_dim, p.tile_heads, device);
+        if (shape.cluster == 0) return 0;
     }
     const bool known_cluster = shape.cluster >= 1 && shape.cluster <= kMostCluster &&
                                (shape.cluster & (shape.cluster - 1)) == 0;
@@ -184,11 +214,12 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     p.stages = shape.stages;
     const bool counted = chosen && a.splits > 0;
     p.least_strips = warps * (counted ? 1 : kLeastStrips);
-    // The parts' statistics take the rings' place; every CTA has a counter.
-    const int room = min(shape.warps * k.ring_bytes(shape.stages) / (k.heads * 8),
-                         OFFLOAD_DECODE_ATTENTION_COUNTERS / shape.cluster);
     const int parts = divided(strips, p.least_strips);
-    const int64_t most = min(counted ? a.splits : at_once, room);
+    // A second round of parts, unless these have much to merge and one cuts enough.
+    const bool again =
+        !chosen && ragged && (p.tile_heads <= kFewQueries || !cuts_enough(at_once, pieces));
+    const int wanted = counted ? a.splits : again ? 2 * at_once : at_once;
+    const int64_t most = min(wanted, room_for(shape, k));
     const int64_t useful = a.batch > kMostClusterRows ? pieces : pieces * parts;
     plan->grid = static_cast<int>(max(min(most, useful), pieces) * shape.cluster);
     plan->workspace_bytes = static_cast<int64_t>(plan->grid) * k.slot(shape.cluster) * 4;

@@ -1,5 +1,6 @@
 // Decode attention where few items must fill the GPU: few sequences, or short ones. What counts is
-// how many steps follow each other, not bytes.
+// how many steps follow each other, not bytes. And where items are many: a cluster each where they
+// are of even lengths, several for the long ones where rows are few and ragged.
 //
 // An item (one KV head of one sequence, with up to 16 of its queries) belongs to one or more
 // clusters of CTAs. Its columns go in strips of 16 to all warps of these, each of which reads,
