@@ -596,10 +596,25 @@ class TestOnTheGpu:
         exact = exactly(a)
         assert_accurate(first, as_torch_rounds(a, exact), exact)
 
+    @pytest.mark.parametrize(
+        ("head_dim", "kv_heads", "group"),
+        [(64, 8, 4), (80, 9, 1), (128, 8, 8), (256, 8, 2), (80, 40, 2), (128, 40, 1)],
+    )
+    def test_ragged_rows(self, head_dim: int, kv_heads: int, group: int) -> None:
+        """More items than multiprocessors: cut, or of two CTAs each; the same every time."""
+        lengths = [2900, 0, 1, 1300, 17, 512, 513, 90, 16, 700] * 2
+        starts = [n // 40 for n in lengths]
+        sizes: dict[str, Any] = {"head_dim": head_dim, "kv_heads": kv_heads, "group": group}
+        a = make("cuda", lengths=lengths, starts=starts, capacity=3000, sinks=True, **sizes)
+        check("cuda", a)
+        first = outputs(a, "cuda")
+        assert all(torch.equal(outputs(a, "cuda"), first) for _ in range(20))
+
+    @pytest.mark.parametrize("kv_heads", [4, 50])
     @pytest.mark.parametrize("group", [1, 8])
-    def test_graph_follows_lengths(self, group: int) -> None:
+    def test_graph_follows_lengths(self, group: int, kv_heads: int) -> None:
         capacity = 1500
-        a = make("cuda", lengths=[capacity] * 4, capacity=capacity, kv_heads=4, group=group)
+        a = make("cuda", lengths=[capacity] * 4, capacity=capacity, kv_heads=kv_heads, group=group)
         a["start"] = torch.zeros_like(a["length"])
         out = torch.empty_like(a["query"])
         call = DecodeAttention(**a, out=out)
