@@ -73,17 +73,24 @@ GRID = tuple(
     for batch in (1, 8, 64)
     for length in (512, 2048, 8192, 32768)
 )
-# Llama-3.2-1B, Falcon-7B, Gemma-2-9B, Phi-2.
+# Llama-3.2-1B, Falcon-7B, Gemma-2-9B, Phi-2 and their kind.
 OTHERS = (
     Shape(8, 32, 8, 2048, head_dim=64),
     Shape(8, 71, 1, 2048, head_dim=64),
     Shape(8, 16, 8, 4096, head_dim=256),
     Shape(8, 32, 32, 2048, head_dim=80),
+    Shape(64, 32, 32, 2048, head_dim=80),
+    Shape(4, 71, 1, 8192, head_dim=64),
 )
-RAGGED = tuple(
-    Shape(batch, heads, kv_heads, length, ragged=True)
-    for heads, kv_heads in ((32, 32), (64, 8))
-    for batch, length in ((8, 512), (8, 2048), (64, 512), (64, 2048), (64, 4096))
+RAGGED = (
+    *(
+        Shape(batch, heads, kv_heads, length, ragged=True)
+        for heads, kv_heads in ((32, 32), (64, 8))
+        for batch, length in ((8, 512), (8, 2048), (64, 512), (64, 2048), (64, 4096))
+    ),
+    *(Shape(32, 32, 8, 2048, head_dim=d, ragged=True) for d in (128, 64)),
+    *(Shape(batch, 32, 32, 2048, head_dim=80, ragged=True) for batch in (8, 16, 32)),
+    Shape(16, 32, 32, 1024, head_dim=96, ragged=True),
 )
 # What is bound by how long a launch and its steps take rather than by HBM, one of a kind.
 SHORT = (
