@@ -106,8 +106,7 @@ class WeightStore:
 
     def start(self, layer: int, slot: int, after: Any) -> ReadLoad | _HostLoad:
         """Begin to bring `layer` into `slot` after the point `after`."""
-        if self._closed:
-            raise ClosedError("the weights were released by close(); call offload.run again")
+        self._check_open()
         before = self._reads[slot]
         if before is not None:
             self._disk.drop(before)
@@ -151,6 +150,7 @@ class WeightStore:
 
     def read_tensor(self, layer: int, index: int) -> torch.Tensor:
         """One tensor of a layer that rests off the device, as a CPU tensor of its own."""
+        self._check_open()
         place = self._layers[layer].places[index]
         if layer in self._host:
             return place.view(self._host.bytes(layer)).clone()
@@ -158,6 +158,10 @@ class WeightStore:
             for file in {extent.file for extent in place.source.extents if extent.nbytes}:
                 self._disk.check_path(file)
         return place.source.read()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the weights were released by close(); call offload.run again")
 
     def check_files(self) -> None:
         """Raise CheckpointError where a file that passes read was written to since it was opened.

@@ -71,6 +71,8 @@ def test_closed(model: PreTrainedModel, tmp_path: Path) -> None:
     output(model)
     model.offload.close()
     assert model.offload.closed and not process.own_threads()
+    with pytest.raises(offload.ClosedError, match="released"):
+        model.state_dict()
     with pytest.raises(offload.ClosedError, match=r"offload\.run again"):
         output(model)
     with pytest.raises(offload.ClosedError):

@@ -222,10 +222,12 @@ class StreamedKv:
         self._free[place] = self._host.copies.mark()
 
     def _load(self, wanted: Wanted, source: Source) -> _Load:
-        place, self._turn = self._turn, (self._turn + 1) % KV_PIECES
+        place = self._turn
         pairs = source.pairs(wanted, place)
         after = self._free[place], source.arriving
         self._latest = self._host.copies.prefetch(pairs, after)
+        # Last: a load that failed leaves its turn to the next, and not the place that is in use.
+        self._turn = (place + 1) % KV_PIECES
         return _Load(wanted, place, self._latest, sum(target.nbytes for target, _ in pairs))
 
     def close(self) -> None:
