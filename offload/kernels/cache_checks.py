@@ -1,10 +1,10 @@
-"""What every op asks of caches of keys and values that lie beside each other."""
+"""What ops ask of caches of keys and values."""
 
 from __future__ import annotations
 
 import torch
 
-from offload.kernels.call import check, stride_of
+from offload.kernels.call import check, check_equal_strides
 
 
 def check_caches(
@@ -30,14 +30,15 @@ def check_caches(
     shape = (batch, heads, key_cache.shape[2], head_dim)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check(op, name, cache, shape, like, contiguous=False)
-        if cache.shape[2] > 1 and cache.stride(2) != head_dim:
-            raise ValueError(
-                f"{op}: the columns of {name} must lie next to each other ({head_dim} elements); "
-                f"its strides are {list(cache.stride())}"
-            )
-    for dimension in (0, 1):
-        if stride_of(key_cache, dimension) != stride_of(value_cache, dimension):
-            raise ValueError(
-                f"{op}: key_cache and value_cache must have equal strides, not "
-                f"{list(key_cache.stride())} and {list(value_cache.stride())}"
-            )
+        check_columns(op, name, cache)
+    check_equal_strides(op, {"key_cache": key_cache, "value_cache": value_cache}, (0, 1))
+
+
+def check_columns(op: str, name: str, cache: torch.Tensor) -> None:
+    """Refuse a cache [..., capacity, head_dim] whose columns have gaps between them."""
+    capacity, head_dim = cache.shape[-2:]
+    if capacity > 1 and cache.stride(-2) != head_dim:
+        raise ValueError(
+            f"{op}: the columns of {name} must lie next to each other ({head_dim} elements); "
+            f"its strides are {list(cache.stride())}"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
 from typing import Any, ClassVar
 
@@ -134,3 +134,17 @@ def check(
         )
     if tensor.data_ptr() % tensor.element_size():
         raise ValueError(f"{op}: {name} lies at an address that is no multiple of its elements")
+
+
+def check_equal_strides(
+    op: str, pair: Mapping[str, torch.Tensor], dimensions: tuple[int, ...]
+) -> None:
+    """Refuse a pair of tensors, by their names, whose strides in some dimensions differ: the kernel
+    is told one number for both.
+    """
+    (name, one), (other_name, other) = pair.items()
+    if any(stride_of(one, d) != stride_of(other, d) for d in dimensions):
+        raise ValueError(
+            f"{op}: {name} and {other_name} must have equal strides, not {list(one.stride())} and "
+            f"{list(other.stride())}"
+        )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from offload.kernels import reference
-from offload.kernels.call import check, pointer, stride_of
+from offload.kernels.cache_checks import check_columns
+from offload.kernels.call import check, check_equal_strides, pointer, stride_of
 from offload.kernels.host_library import (
     CACHE_DTYPES,
     PATHS,
@@ -321,16 +322,8 @@ def _check_caches(
         shape = (kv_heads, pair[0].shape[1] if pair[0].dim() == 3 else 0, head_dim)
         for name, cache in zip(("keys", "values"), pair, strict=True):
             check(OP, f"{name}[{b}]", cache, shape, query, dtype=dtype, contiguous=False)
-            if shape[1] > 1 and cache.stride(1) != head_dim:
-                raise ValueError(
-                    f"{OP}: the columns of {name}[{b}] must lie next to each other ({head_dim} "
-                    f"elements); its strides are {list(cache.stride())}"
-                )
-        if stride_of(pair[0], 0) != stride_of(pair[1], 0):
-            raise ValueError(
-                f"{OP}: keys[{b}] and values[{b}] must have equal strides, not "
-                f"{list(pair[0].stride())} and {list(pair[1].stride())}"
-            )
+            check_columns(OP, f"{name}[{b}]", cache)
+        check_equal_strides(OP, {f"keys[{b}]": pair[0], f"values[{b}]": pair[1]}, (0,))
     return kv_heads, dtype
 
 
@@ -358,11 +351,8 @@ def _check_scales(
             shape = tuple(cache.shape[:2])
             check(OP, f"{name}[{b}]", tensor, shape, cache, dtype=torch.float32, contiguous=False)
     for b, (of_keys, of_values) in enumerate(zip(*scales, strict=True)):
-        if stride_of(of_keys, 0) != stride_of(of_values, 0):
-            raise ValueError(
-                f"{OP}: key_scales[{b}] and value_scales[{b}] must have equal strides, not "
-                f"{list(of_keys.stride())} and {list(of_values.stride())}"
-            )
+        named = {f"key_scales[{b}]": of_keys, f"value_scales[{b}]": of_values}
+        check_equal_strides(OP, named, (0,))
     return scales
 
 
@@ -380,8 +370,4 @@ def _check_new(
     shape = (query.shape[0], kv_heads, query.shape[2])
     for name, tensor in (("new_key", new_key), ("new_value", new_value)):
         check(OP, name, tensor, shape, query, contiguous=False)
-    if any(stride_of(new_key, d) != stride_of(new_value, d) for d in (0, 1)):
-        raise ValueError(
-            f"{OP}: new_key and new_value must have equal strides, not {list(new_key.stride())} "
-            f"and {list(new_value.stride())}"
-        )
+    check_equal_strides(OP, {"new_key": new_key, "new_value": new_value}, (0, 1))

@@ -9,7 +9,14 @@ import torch
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
 from offload.kernels.cache_checks import check_caches
-from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
+from offload.kernels.call import (
+    Call,
+    check,
+    check_equal_strides,
+    dtype_code,
+    pointer,
+    stride_of,
+)
 from offload.kernels.norm import Norm, norm_struct
 from offload.kernels.qkv import QkvLayout
 
@@ -182,9 +189,5 @@ def _check_rotary(
                 f"{OP}: the tokens' angles in {name} must lie next to each other; its strides are "
                 f"{list(table.stride())}"
             )
-    if stride_of(cos, 0) != stride_of(sin, 0):
-        raise ValueError(
-            f"{OP}: cos and sin must have equal strides, not {list(cos.stride())} and "
-            f"{list(sin.stride())}"
-        )
+    check_equal_strides(OP, {"cos": cos, "sin": sin}, (0,))
     return half, stride_of(cos, 0)
