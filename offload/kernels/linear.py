@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -15,7 +16,7 @@ from offload.kernels.cublas_product import CublasProduct
 from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
-from offload.kernels.tuning import PIECES, SKINNY, Choice, Key
+from offload.kernels.tuning import CUBLAS, PIECES, SKINNY, Choice, Key
 from offload.kernels.workspace import Workspace
 
 OP = "linear"
@@ -116,7 +117,7 @@ class Linear(CompositeCall):
 def choose(asked: _Arguments) -> Choice:
     """The table's way to compute `asked`, measured now where it is not there."""
     if asked.transposed or asked.rows > MOST_ROWS:
-        return Choice("cublas")
+        return CUBLAS
     rows = tuning.bucket(asked.rows)
     key = Key(
         dtype=str(asked.input.dtype).removeprefix("torch."),
@@ -129,85 +130,66 @@ def choose(asked: _Arguments) -> Choice:
         residual=asked.residual is not None,
         early=asked.early,
     )
-    device = asked.input.device
-    if torch.cuda.is_current_stream_capturing():
-        return tuning.table(device.index or 0).get(key) or Choice("own")
-    try:
-        return _Measurement(asked, rows).pick(key)
-    except torch.OutOfMemoryError:
-        return Choice("own")  # no room to measure in: the library's own guess
+    return tuning.choose(
+        key,
+        asked.input.device,
+        weight_bytes=asked.weight.nbytes,
+        copies=lambda count: [_like(asked, rows) for _ in range(count)],
+        candidates=_candidates,
+        launches=_launches,
+        refine=partial(_refine, asked.weight.dtype),
+    )
 
 
-class _Measurement:
-    """Times the ways to compute a product on weights of its own, which take turns."""
+def _like(asked: _Arguments, rows: int) -> _Arguments:
+    """The same product of other tensors: what lies in the given ones may not be there yet, and
+    stays as it is.
+    """
+    like = asked.input
 
-    def __init__(self, asked: _Arguments, rows: int) -> None:
-        self._asked, self._rows = asked, rows
-        self._device = asked.input.device
-        self._copies: list[_Arguments] = []
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=like.device, dtype=torch.float32).to(like.dtype)
 
-    def pick(self, key: Key) -> Choice:
-        return tuning.pick(key, self._device, self._candidates, self._time, self._refine)
+    weight = torch.empty(asked.weight.shape, dtype=like.dtype, device=like.device).normal_()
+    depth, outputs = like.shape[-1], asked.out.shape[-1]
+    norm = asked.norm
+    return _Arguments(
+        input=new(rows, depth),
+        weight=weight,
+        out=new(rows, outputs),
+        bias=None if asked.bias is None else new(weight.shape[0]),
+        residual=None if asked.residual is None else new(rows, outputs),
+        norm=norm
+        and Norm(
+            norm.kind,
+            None if norm.weight is None else new(depth),
+            None if norm.bias is None else new(depth),
+            norm.eps,
+            norm.weight_offset,
+        ),
+        activation=asked.activation,
+        gated=asked.gated,
+        transposed=False,
+        early=asked.early,
+    )
 
-    def _candidates(self) -> tuple[Choice, ...]:
-        asked = self._asked
-        weights = asked.weight.numel() * asked.weight.element_size()
-        self._copies = [self._copy() for _ in range(tuning.rotation(weights, self._device))]
-        one = self._copies[0]
-        count = SkinnyGemm(
-            one.input,
-            one.weight,
-            one.out,
-            norm=one.norm,
-            gated=one.gated,
-        ).variants
-        ways: tuple[Literal["own", "apart"], ...] = ("own",)
-        if asked.norm is not None:
-            ways = ("own", "apart")
-        own = tuple(Choice(way, variant) for way in ways for variant in range(1, count + 1))
-        return (Choice("cublas"), *own)
 
-    def _refine(self, choice: Choice) -> tuple[Choice, ...]:
-        if choice.way == "cublas":
-            return ()
-        splits = SPLITS if self._asked.weight.dtype == torch.float32 else SPLITS[:2]
-        return tuple(Choice(choice.way, choice.variant, count) for count in splits)
+def _candidates(asked: _Arguments) -> tuple[Choice, ...]:
+    given = asked.input, asked.weight, asked.out
+    count = SkinnyGemm(*given, norm=asked.norm, gated=asked.gated).variants
+    ways: tuple[Literal["own", "apart"], ...] = ("own",)
+    if asked.norm is not None:
+        ways = ("own", "apart")
+    own = tuple(Choice(way, variant) for way in ways for variant in range(1, count + 1))
+    return (CUBLAS, *own)
 
-    def _copy(self) -> _Arguments:
-        """The same product of other tensors: whatever lies in the given ones stays as it is."""
-        asked, rows = self._asked, self._rows
-        like = asked.input
 
-        def new(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, device=like.device, dtype=torch.float32).to(like.dtype)
-
-        weight = torch.empty(asked.weight.shape, dtype=like.dtype, device=like.device).normal_()
-        depth, outputs = like.shape[-1], asked.out.shape[-1]
-        norm = asked.norm
-        return _Arguments(
-            input=new(rows, depth),
-            weight=weight,
-            out=new(rows, outputs),
-            bias=None if asked.bias is None else new(weight.shape[0]),
-            residual=None if asked.residual is None else new(rows, outputs),
-            norm=norm
-            and Norm(
-                norm.kind,
-                None if norm.weight is None else new(depth),
-                None if norm.bias is None else new(depth),
-                norm.eps,
-                norm.weight_offset,
-            ),
-            activation=asked.activation,
-            gated=asked.gated,
-            transposed=False,
-            early=asked.early,
-        )
-
-    def _time(self, choice: Choice) -> float:
-        workspace = Workspace(self._device)
-        products = [_launches(copy, choice, workspace) for copy in self._copies]
-        return tuning.time_products(products, self._device)
+def _refine(dtype: torch.dtype, choice: Choice) -> tuple[Choice, ...]:
+    """The same kernel with the depth cut in more pieces."""
+    if choice.way == "cublas":
+        return ()
+    splits = SPLITS if dtype == torch.float32 else SPLITS[:2]
+    return tuple(Choice(choice.way, choice.variant, count) for count in splits)
 
 
 def _launches(

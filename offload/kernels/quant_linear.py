@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,12 @@ from offload.kernels.dequantize import dequantise
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import MOST_ROWS, QuantGemm, check_quantised, why_not_fused
-from offload.kernels.tuning import Choice, Key
+from offload.kernels.tuning import CUBLAS, OWN, Choice, Key, Launch
 from offload.kernels.weight_format import PANEL_ROWS, WeightFormat
 from offload.kernels.workspace import Workspace
 
 OP = "quant_linear"
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of rows
-OWN, CUBLAS = Choice("own"), Choice("cublas")
 
 
 class QuantLinear(CompositeCall):
@@ -69,7 +68,7 @@ class QuantLinear(CompositeCall):
                     f"{OP}: scratch must be {input.dtype} {list(shape)} on {input.device}, "
                     f"not {scratch.dtype} {list(scratch.shape)} on {scratch.device}"
                 )
-        asked = _Asked(input, form, dict(stored), out, after, early)
+        asked = _Asked(input, form, dict(stored), shape, out, after, early, scratch)
         on_gpu = input.device.type == "cuda" and input.numel() > 0
         if problem or fused is False:
             self.choice = CUBLAS
@@ -79,15 +78,16 @@ class QuantLinear(CompositeCall):
             self.choice = _choose(asked)
         self.fused = self.choice.way == "own"
         if not on_gpu:
-            self._launches = (partial(_on_cpu, asked, shape, scratch),)  # no cycle with this
+            self._launches = (partial(_on_cpu, asked),)  # no cycle with this
             return
         if self.fused:
             self._launches = (_fused(asked).launch,)
             self.own = True
             return
         if scratch is None:
-            scratch = torch.empty(shape, dtype=input.dtype, device=input.device)
-        whole, product = _made_whole(asked, scratch, workspace)
+            own = torch.empty(shape, dtype=input.dtype, device=input.device)
+            asked = replace(asked, scratch=own)
+        whole, product = _made_whole(asked, workspace)
         self._launches = whole.launch, product.launch
         self.own = product.own
 
@@ -109,20 +109,22 @@ class QuantLinear(CompositeCall):
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a QuantLinear was asked for; `after`: bias, residual, activation, gated."""
+    """What a QuantLinear was asked for; `after`: bias, residual, activation, gated; `shape`: of the
+    weight made whole.
+    """
 
     input: torch.Tensor
     form: WeightFormat
     stored: dict[str, torch.Tensor]
+    shape: tuple[int, int]
     out: torch.Tensor
     after: dict[str, Any]
     early: bool
+    scratch: torch.Tensor | None
 
 
-def _on_cpu(
-    asked: _Asked, shape: tuple[int, ...], scratch: torch.Tensor | None, stream: int
-) -> None:
-    weight = dequantise(asked.form, asked.stored, shape, asked.input.dtype, scratch)
+def _on_cpu(asked: _Asked, stream: int) -> None:
+    weight = dequantise(asked.form, asked.stored, asked.shape, asked.input.dtype, asked.scratch)
     asked.out.copy_(reference.linear(asked.input, weight, norm=None, **asked.after))
 
 
@@ -131,11 +133,16 @@ def _fused(asked: _Asked) -> QuantGemm:
     return QuantGemm(*given, early=asked.early, **asked.after)
 
 
-def _made_whole(
-    asked: _Asked, scratch: torch.Tensor, workspace: Workspace | None
-) -> tuple[Dequantize, Linear]:
-    whole = Dequantize(asked.form, asked.stored, scratch, early=asked.early)
-    return whole, Linear(asked.input, scratch, asked.out, workspace=workspace, **asked.after)
+def _made_whole(asked: _Asked, workspace: Workspace | None) -> tuple[Dequantize, Linear]:
+    assert asked.scratch is not None
+    whole = Dequantize(asked.form, asked.stored, asked.scratch, early=asked.early)
+    return whole, Linear(asked.input, asked.scratch, asked.out, workspace=workspace, **asked.after)
+
+
+def _launches(asked: _Asked, choice: Choice, workspace: Workspace) -> tuple[Launch, ...]:
+    if choice.way == "own":
+        return (_fused(asked).launch,)
+    return tuple(call.launch for call in _made_whole(asked, workspace))
 
 
 def _choose(asked: _Asked) -> Choice:
@@ -154,58 +161,34 @@ def _choose(asked: _Asked) -> Choice:
         early=asked.early,
         bias=after["bias"] is not None,
     )
-    device = asked.input.device
-    if torch.cuda.is_current_stream_capturing():
-        return tuning.table(device.index or 0).get(key) or OWN
-    try:
-        return _Measurement(asked, rows).pick(key)
-    except torch.OutOfMemoryError:
-        return OWN  # no room to measure in
+    return tuning.choose(
+        key,
+        asked.input.device,
+        weight_bytes=sum(tensor.nbytes for tensor in asked.stored.values()),
+        copies=partial(_copies, asked, rows),
+        candidates=lambda copy: (CUBLAS, OWN),
+        launches=_launches,
+    )
 
 
-class _Measurement:
-    """Times the ways to compute a product on weights of its own, which take turns."""
+def _copies(asked: _Asked, rows: int, count: int) -> list[_Asked]:
+    """The same product of other tensors, of which weights alone are each copy's own."""
+    like: dict[str, Any] = {"dtype": asked.input.dtype, "device": asked.input.device}
+    input = torch.randn(rows, asked.input.shape[-1], **like)
+    out = torch.zeros(rows, asked.out.shape[-1], **like)
+    after = {**asked.after, "residual": out if asked.after["residual"] is not None else None}
+    stored = [_weight(asked.stored) for _ in range(count)]
+    scratch = torch.empty(*asked.shape, **like)
+    like_asked = replace(asked, input=input, out=out, after=after, scratch=scratch)
+    return [replace(like_asked, stored=weight) for weight in stored]
 
-    def __init__(self, asked: _Asked, rows: int) -> None:
-        self._asked, self._rows = asked, rows
-        self._device = asked.input.device
-        self._copies: list[_Asked] = []
 
-    def pick(self, key: Key) -> Choice:
-        """The quickest, kept in the table."""
-        return tuning.pick(key, self._device, self._candidates, self._time)
-
-    def _candidates(self) -> tuple[Choice, ...]:
-        asked = self._asked
-        like: dict[str, Any] = {"dtype": asked.input.dtype, "device": self._device}
-        input = torch.randn(self._rows, asked.input.shape[-1], **like)
-        out = torch.zeros(self._rows, asked.out.shape[-1], **like)
-        after = {**asked.after, "residual": out if asked.after["residual"] is not None else None}
-        size = sum(tensor.nbytes for tensor in asked.stored.values())
-        self._copies = [
-            _Asked(input, asked.form, self._weight(), out, after, asked.early)
-            for _ in range(tuning.rotation(size, self._device))
-        ]
-        rows = (2 if after["gated"] else 1) * out.shape[-1]
-        self._scratch = torch.empty(rows, input.shape[-1], **like)
-        return CUBLAS, OWN
-
-    def _weight(self) -> dict[str, torch.Tensor]:
-        """Other tensors of the same shapes: what lies in the given ones may not be there yet."""
-        made = {}
-        for name, tensor in self._asked.stored.items():
-            if tensor.dtype.is_floating_point:
-                made[name] = torch.full_like(tensor, 0.01)
-            else:
-                made[name] = torch.empty_like(tensor).random_()
-        return made
-
-    def _time(self, choice: Choice) -> float:
-        workspace = Workspace(self._device)
-        products = [
-            (_fused(copy).launch,)
-            if choice.way == "own"
-            else tuple(call.launch for call in _made_whole(copy, self._scratch, workspace))
-            for copy in self._copies
-        ]
-        return tuning.time_products(products, self._device)
+def _weight(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Other tensors of the same shapes: what lies in the given ones may not be there yet."""
+    made = {}
+    for name, tensor in stored.items():
+        if tensor.dtype.is_floating_point:
+            made[name] = torch.full_like(tensor, 0.01)
+        else:
+            made[name] = torch.empty_like(tensor).random_()
+    return made

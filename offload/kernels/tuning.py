@@ -14,14 +14,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from offload.kernels.call import current_stream
 from offload.kernels.library import FILE
+from offload.kernels.workspace import Workspace
 
 Launch = Callable[[int], Any]  # on the stream of that number
+T = TypeVar("T")
 Way = Literal["own", "apart", "cublas", "whole", "rows", "columns"]
 SKINNY = ("own", "apart")  # a kernel of the project, for few rows
 PIECES = ("whole", "rows", "columns")  # cuBLAS with many rows
@@ -103,6 +105,9 @@ class Choice:
         if entry["way"] in ("rows", "columns") and not splits:
             raise ValueError(f"no pieces: {entry!r}")
         return cls(entry["way"], variant, splits, us, cublas_us)
+
+
+OWN, CUBLAS = Choice("own"), Choice("cublas")
 
 
 def bucket(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
@@ -348,3 +353,38 @@ def pick(
     kept.keep(key, chosen)
     log.debug("%s: %s; %s", key, chosen, kept)
     return chosen
+
+
+def choose(
+    key: Key,
+    device: torch.device,
+    *,
+    weight_bytes: int,
+    copies: Callable[[int], Sequence[T]],
+    candidates: Callable[[T], tuple[Choice, ...]],
+    launches: Callable[[T, Choice, Workspace], Sequence[Launch]],
+    refine: Callable[[Choice], tuple[Choice, ...]] = lambda choice: (),
+    otherwise: Choice = OWN,
+) -> Choice:
+    """As `pick`, timing the `launches` of `copies`, so many of a product with `weight_bytes` of
+    weights that none finds its own in L2 when its turn comes; `candidates` are seen from one.
+
+    `otherwise` where nothing is kept and it cannot be measured now: while a graph is captured, or
+    without room for the copies.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return table(device.index or 0).get(key) or otherwise
+    made: list[T] = []
+
+    def first() -> tuple[Choice, ...]:
+        made.extend(copies(rotation(weight_bytes, device)))
+        return candidates(made[0])
+
+    def measure(choice: Choice) -> float:
+        workspace = Workspace(device)
+        return time_products([launches(copy, choice, workspace) for copy in made], device)
+
+    try:
+        return pick(key, device, first, measure, refine)
+    except torch.OutOfMemoryError:
+        return otherwise

@@ -129,6 +129,36 @@ def test_only_cublas_takes_many_rows(name: Any, monkeypatch: pytest.MonkeyPatch)
     assert linear.choose(asked) == Choice("cublas")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_that_is_measured_computes_the_same_product(
+    dtype: torch.dtype, table: tuning.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors of the measurement's own, of as many rows as the table tells apart."""
+    tried: list[int] = []
+
+    def time(products: Any, device: torch.device) -> float:
+        for launches in products:
+            for launch in launches:
+                launch(0)
+        tried.append(len(products))
+        return 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: 3)
+    monkeypatch.setattr(tuning, "time_products", time)
+    made: list[Any] = []
+    like = linear._like
+    monkeypatch.setattr(linear, "_like", lambda *given: made.append(like(*given)) or made[-1])
+    given = (torch.full((3, 8), math.nan, dtype=dtype) for _ in range(3))
+    input, out, residual = given
+    weight, norm = torch.full((8, 8), math.nan, dtype=dtype), Norm("rms", torch.ones(8).to(dtype))
+    asked = linear._Arguments(input, weight, out, None, residual, norm, "gelu", False, False, False)
+    chosen = linear.choose(asked)
+    assert table.won() == (int(chosen.way != "cublas"), 1)
+    assert set(tried) == {3} and len(made) == 3
+    assert all(copy.input.shape == (4, 8) and copy.out.isfinite().all() for copy in made)
+
+
 def test_bad_arguments_are_named() -> None:
     x, w, out = torch.randn(40, 16), torch.randn(16, 6), torch.zeros(40, 6)
     Linear(x, w, out, transposed=True).launch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from machines import MACHINES, device_of
 from test_dequantizer import FORMS, random_stored
 from torch.nn import functional
 
-from offload.kernels import Norm, tuning
+from offload.kernels import Norm, quant_linear, tuning
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.panels import in_panels
@@ -80,6 +81,32 @@ def test_an_input_that_lies_anywhere_is_not_fused() -> None:
     call.launch()
     weight = dequantise(FORM, STORED, (16, 64), torch.bfloat16)
     torch.testing.assert_close(OUT, functional.linear(shifted, weight), rtol=0.02, atol=0.05)
+
+
+def test_both_ways_are_measured_on_weights_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def time(products: Any, device: torch.device) -> float:
+        for launches in products:
+            for launch in launches:
+                launch(0)
+        return 1.0 + len(products[0])  # two launches make it whole and multiply
+
+    table = tuning.Table("a GPU")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "table", lambda device: table)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: 3)
+    monkeypatch.setattr(tuning, "time_products", time)
+    before = {name: tensor.clone() for name, tensor in STORED.items()}
+    after = {"bias": None, "residual": torch.zeros_like(OUT), "activation": "relu", "gated": False}
+    asked = quant_linear._Asked(X, FORM, STORED, (16, 64), OUT.clone(), after, False, None)
+    copies = quant_linear._copies(asked, 4, 3)
+    assert all(copy.scratch is copies[0].scratch for copy in copies)
+    weights = {copy.stored["weight_panels"].data_ptr() for copy in copies}
+    assert len(weights) == 3 and STORED["weight_panels"].data_ptr() not in weights
+    assert quant_linear._choose(asked) == tuning.Choice("own", us=2.0, cublas_us=3.0)
+    assert all(torch.equal(STORED[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from offload.kernels.tuning import Choice, Key, Table
 KEY = Key("bfloat16", 5120, 20480, 4, False, "rms", False, True, True)
 OTHER = Key("float16", 64, 32, 1, True, "", True, False, False)
 CUBLAS, OWN = Choice("cublas"), Choice("own", 1)
-DEVICE = torch.device("cuda", 0)
+DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +220,60 @@ def test_no_room_to_measure_is_not_kept(one_table: Table) -> None:
         tuning.pick(KEY, DEVICE, lambda: (OWN, CUBLAS), measure)
     assert one_table.won() == (0, 0)
     assert str(one_table).startswith("0 of 0 measured products run")
+
+
+@pytest.fixture
+def two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: nbytes // 100)
+
+
+def test_copies_take_turns_and_the_quickest_is_kept(
+    one_table: Table, two_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def time(products: Any, device: torch.device) -> float:
+        assert device == CPU
+        asked.append(products)
+        return {"own": 9.0, "cublas": 7.0}[products[0][0]]
+
+    monkeypatch.setattr(tuning, "time_products", time)
+
+    def choose() -> Choice:
+        return tuning.choose(
+            KEY,
+            CPU,
+            weight_bytes=200,
+            copies=lambda count: [f"copy {i}" for i in range(count)],
+            candidates=lambda copy: (OWN, CUBLAS) if copy == "copy 0" else (),
+            launches=lambda copy, choice, workspace: (choice.way, copy),  # type: ignore
+        )
+
+    assert choose() == Choice("cublas", us=7.0, cublas_us=7.0) == choose()
+    assert asked == [[(way, "copy 0"), (way, "copy 1")] for way in ("own", "cublas")]
+
+
+def test_what_is_taken_where_nothing_can_be_measured(
+    one_table: Table, two_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(count: int) -> list[int]:
+        raise torch.OutOfMemoryError("full")
+
+    given: Any = {
+        "weight_bytes": 200,
+        "copies": full,
+        "candidates": lambda copy: (OWN, CUBLAS),
+        "launches": lambda copy, choice, workspace: (),
+    }
+    assert tuning.choose(KEY, CPU, **given) == tuning.OWN
+    assert tuning.choose(KEY, CPU, **given, otherwise=CUBLAS) == CUBLAS
+    assert one_table.won() == (0, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    given["copies"] = None  # nothing is made while a graph is captured
+    assert tuning.choose(KEY, CPU, **given) == tuning.OWN
+    one_table.keep(KEY, CUBLAS)
+    assert tuning.choose(KEY, CPU, **given) == CUBLAS
 
 
 def test_the_build_has_a_name(tmp_path: Path) -> None:
