@@ -151,6 +151,23 @@ def test_what_the_engines_own_parts_give(
         assert 1e-6 < launch < 1e-2 and 1e-6 < way < 1e-2
 
 
+def test_parts_that_were_measured_before_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("few_rows", "prompt_attention", "attention", "call_seconds"):
+        monkeypatch.setattr(fused, name, lambda device, *rows, name=name: (name, rows))
+    monkeypatch.setattr(fused, "kernel_seconds", lambda device: _fail())
+    found = {}
+    with pytest.raises(OffloadError):
+        for name, value in fused.own_rates(CPU, (1, 2)):
+            found[name] = value
+    assert found == {
+        "few_rows": ("few_rows", ((1, 2),)),
+        "prompt_attention": ("prompt_attention", ()),
+        "gpu_attention": ("attention", ()),
+    }
+    monkeypatch.setattr(fused, "kernel_seconds", lambda device: 1.0)
+    assert tuple(name for name, _ in fused.own_rates(CPU)) == fused.RATES
+
+
 def test_rates_of_two_that_work_at_once() -> None:
     """A reader of a known pace, beside something else."""
 

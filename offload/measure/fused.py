@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,21 @@ DTYPE = torch.bfloat16
 # As they are kept where a layer stays.
 FORMATS = {name: WeightFormat(name, "panels", (1, 64)) for name in ("int8", "int4")}
 ROUNDS, CALLS, PROMPT_CALLS = 5, 1000, 4
+
+
+# The rates of a `Hardware` that are measured here.
+RATES = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
+
+
+def own_rates(device: torch.device, rows: Sequence[int] = ROWS) -> Iterator[tuple[str, Any]]:
+    """`RATES` and their values, each as soon as it is measured: who wants some although others
+    failed has them. `rows`: of the products.
+    """
+    yield "few_rows", few_rows(device, rows)
+    yield "prompt_attention", prompt_attention(device)
+    yield "gpu_attention", attention(device)
+    yield "kernel", kernel_seconds(device)
+    yield "call", call_seconds(device)
 
 
 def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curve]:

@@ -17,13 +17,7 @@ from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
-from offload.measure.fused import (
-    attention,
-    call_seconds,
-    few_rows,
-    kernel_seconds,
-    prompt_attention,
-)
+from offload.measure.fused import RATES, own_rates
 from offload.measure.host import GROUPS, HostMemory, read_rate
 from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
@@ -63,7 +57,7 @@ def measure_hardware(
                 lambda: _link(device),
             ),
             ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
-            ("own kernels", _OWN, lambda: _own_kernels(device)),
+            ("own kernels", RATES, lambda: dict(own_rates(device))),
             ("the way to CPU cores", _WAY, lambda: _exchange(device)),
             (
                 "CPU memory beside the link",
@@ -73,7 +67,7 @@ def measure_hardware(
         ]
     else:
         steps.append(("copies in CPU memory", ("link_up",), lambda: _copies(device)))
-        for name in _LINK:
+        for name in _OF_A_GPU:
             absent[name] = f"no GPU: layers run on {device}"
     for what, names, measure in steps:
         progress(f"measuring: {what}")
@@ -87,9 +81,8 @@ def measure_hardware(
 
 _BESIDE = ("host_read_beside", "link_beside", "cpu_attention_beside", "link_beside_attention")
 _WAY = ("launch_after_cores", "exchange")
-_OWN = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
-_LINK = (
-    *_OWN,
+_OF_A_GPU = (
+    *RATES,
     "link_up",
     "link_down",
     "link_up_both",
@@ -116,16 +109,6 @@ def _hbm(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     free = torch.cuda.mem_get_info(device)[0]
     read, copied = hbm_rates(device, min(HBM_BYTES, free // 4))
     return {"hbm": read, "hbm_copy": copied}
-
-
-def _own_kernels(device: torch.device) -> dict[str, Any]:
-    return {
-        "few_rows": few_rows(device),
-        "prompt_attention": prompt_attention(device),
-        "gpu_attention": attention(device),
-        "kernel": kernel_seconds(device),
-        "call": call_seconds(device),
-    }
 
 
 def _exchange(device: torch.device) -> dict[str, Any]:

@@ -18,13 +18,7 @@ from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
-from offload.measure.fused import (
-    attention,
-    call_seconds,
-    few_rows,
-    kernel_seconds,
-    prompt_attention,
-)
+from offload.measure.fused import RATES, own_rates
 from offload.measure.host import HostMemory, read_rate
 from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
@@ -78,14 +72,10 @@ def quick_hardware(
             reason = str(error)
         absent = {} if reason is None else {"cpu_attention": reason}
         try:
-            rates["few_rows"] = few_rows(device, FEW_ROWS)
-            rates["prompt_attention"] = prompt_attention(device)
-            rates["gpu_attention"] = attention(device)
-            rates["kernel"] = kernel_seconds(device)
-            rates["call"] = call_seconds(device)
+            for name, value in own_rates(device, FEW_ROWS):
+                rates[name] = value
         except (OffloadError, RuntimeError) as error:
-            own = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
-            absent |= {name: str(error) for name in own if name not in rates}
+            absent |= {name: str(error) for name in RATES if name not in rates}
         torch.cuda.empty_cache()  # a plan counts on all of the memory
     else:
         rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)
