@@ -46,8 +46,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one machine: bytes or FLOP per second; of the last ones, from `kernel` on, the
-    seconds. None was not measured, and `absent` has the reason.
+    """Rates of one machine, bytes or FLOP per second, and seconds that small things take: `_UNITS`
+    has the unit of each. None was not measured, and `absent` has the reason.
     """
 
     machine: Machine
@@ -88,15 +88,8 @@ class Hardware:
             for rate in _values(value):
                 if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
                     raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
-        curves = (
-            self.prompt_attention,
-            self.gpu_attention,
-            self.cpu_attention,
-            self.cpu_attention_int8,
-            self.cpu_attention_beside,
-            self.link_beside_attention,
-        )
-        for curve in (*self.matrix.values(), *self.few_rows.values(), *curves):
+        curves = [getattr(self, name) for name in _CURVES]
+        for curve in itertools.chain(curves, *(getattr(self, x).values() for x in _CURVES_BY_KIND)):
             points = [x for x, _ in curve]
             if points != sorted(set(points)) or any(x < 1 for x in points):
                 raise HardwareError(f"a curve has the points {points}, not rising from 1 on")
@@ -271,6 +264,16 @@ _UNITS = {
     "launch_after_cores": "s",
     "exchange": "s",
 }
+# Those that are more than a number: a curve, and one for each dtype or precision.
+_CURVES = (
+    "prompt_attention",
+    "gpu_attention",
+    "cpu_attention",
+    "cpu_attention_int8",
+    "cpu_attention_beside",
+    "link_beside_attention",
+)
+_CURVES_BY_KIND = ("matrix", "few_rows")
 
 
 def _values(value: Any) -> list[Any]:
@@ -290,9 +293,9 @@ def _read_rate(name: str, entry: Any) -> Any:
         raise HardwareError(f"the rate {name!r} is {entry!r}, not a 'value' with a 'unit'")
     scale, value = _scale(name, entry["unit"]), entry["value"]
     try:
-        if name in ("matrix", "few_rows"):
+        if name in _CURVES_BY_KIND:
             return {dtype: _read_curve(curve, scale) for dtype, curve in value.items()}
-        if "attention" in name:
+        if name in _CURVES:
             return _read_curve(value, scale)
         return float(value) * scale
     except (AttributeError, TypeError, ValueError):

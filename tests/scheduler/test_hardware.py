@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, H200, machine
 
+import offload.scheduler.hardware as hardware_module
 from offload.scheduler.hardware import Curve, Hardware, HardwareError, Machine
 
 rates = st.floats(1e-9, 1e18)
@@ -48,6 +49,16 @@ def test_units_are_given_and_read() -> None:
     read = Hardware.from_dict(kept)
     assert (read.link_up, read.hbm, read.launch) == pytest.approx((55e9, 4.39e12, 3e-6))
     assert read.matrix == {"bfloat16": ((2, 0.5e12), (64, 1e12))}
+
+
+def test_every_rate_has_a_unit_and_is_read_as_what_it_is() -> None:
+    others = {"machine", "cpu_attention_by", "absent"}
+    rates = {f.name: f for f in fields(Hardware) if f.name not in others}
+    assert hardware_module._UNITS.keys() == rates.keys()
+    curves = {name for name, f in rates.items() if f.default == ()}
+    assert set(hardware_module._CURVES) == curves
+    by_kind = {name for name, f in rates.items() if f.default_factory is dict}
+    assert set(hardware_module._CURVES_BY_KIND) == by_kind
 
 
 BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
