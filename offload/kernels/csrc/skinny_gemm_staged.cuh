@@ -14,6 +14,7 @@
 #include "async_copy.cuh"
 #include "cluster.cuh"
 #include "skinny_gemm_norm.cuh"
+#include "skinny_gemm_plan.cuh"
 #include "tensor_core.cuh"
 
 namespace offload {
@@ -86,8 +87,8 @@ struct StagedWalk {
 
 template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
 __global__ void __launch_bounds__(kStagedThreads, 1)
-    staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a, const __grid_constant__ Plan p,
-                       float*) {
+    staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a,
+                       const __grid_constant__ GemmPlan p, float*) {
     using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
