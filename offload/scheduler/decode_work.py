@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from offload.scheduler.engine import KV_PIECE, CpuAttention
+from offload.scheduler.engine import KV_PIECE, CpuAttention, Engine
 from offload.scheduler.footprint import weights_of
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import ModelProfile
 from offload.scheduler.products import FewRows
 from offload.scheduler.setting import Job, Setting
 from offload.scheduler.work import Work, beside_cpu
+
+# Rows up to which the engine's own kernels multiply with plain weights, and take a norm ahead into
+# the product: what those kernels are compiled for.
+OWN_ROWS = 16
 
 
 def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) -> Work:
@@ -25,40 +31,36 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
     rise = setting.cpu_sequences if setting.attention is CpuAttention.GPU else 0
     hbm_rate = hardware.needed("hbm")
 
-    below = rise * model.kv_cpu_bytes(precision) * length  # a layer's
-    seen = model.kv_bytes(precision) * length * (batch - at_cpu)
+    risen = rise * model.kv_cpu_bytes(precision) * length  # bytes of a layer that come up
+    seen = model.kv_bytes(precision) * length * (batch - at_cpu)  # bytes that the GPU attends to
     attention = seen / hardware.gpu_attention_rate(model.group)
     if engine.int8_kv:  # what came up as codes is made whole first
-        attention += (below + rise * model.kv_bytes(precision) * length) / hbm_rate
+        attention += (risen + rise * model.kv_bytes(precision) * length) / hbm_rate
     moved, read = weights.moved(setting)
     attended = _attention_on_cpu(model, hardware, setting, at_cpu * length) * count
-    link, cpu = beside_cpu(hardware, model.group, moved + below * count, attended)
-    rising = link * below * count / (moved + below * count) if below else 0.0
+    link, cpu = beside_cpu(hardware, model.group, moved + risen * count, attended)
+    rising = link * risen * count / (moved + risen * count) if risen else 0.0
     exchange, exchanged = _exchange(model, hardware, setting, at_cpu)
     cpu += exchange * count
 
     few = FewRows(model, hardware, precision, batch, parts)
-    one = hardware.launch or 0.0
-    if at_cpu:
-        one = hardware.launch_after_cores or one
-    launch = one * engine.kernels * parts + one * engine.piece_kernels * math.ceil(below / KV_PIECE)
-    load = one * engine.load_kernels
-    # Runs of resident layers are launched at once, as graphs, where nothing is for the host to do.
-    hidden = engine.graphs and not setting.cpu_sequences
     # With few rows the norms are a part of the products.
-    between = engine.small_kernels[few.rows <= OWN_ROWS] * parts * (hardware.kernel or 0.0)
+    small = engine.small_kernels[few.rows <= OWN_ROWS]
+    issue = _issue(engine, hardware, setting, risen)
+    beside = _Beside(
+        attention=attention,
+        cpu=cpu / count,
+        kernels=small * parts * (hardware.kernel or 0.0),
+        issue=issue,
+        overlaps=parts > 1 and engine.overlaps,
+    )
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     stay = setting.resident / count
     for layer, size, number in weights.kinds:
         both = []
         for resident, share in ((True, stay), (False, 1 - stay)):
             products = few.of(layer, size, resident)
-            issued = 0.0 if hidden and resident else launch + load * (not resident)
-            gemm = max(products.seconds + between, issued)
-            if parts > 1 and engine.overlaps:
-                both.append(max(gemm + attention, cpu / count))
-            else:  # both attend at once, and join before the output projection
-                both.append(gemm + max(attention, cpu / count))
+            both.append(beside.layer(products.seconds, resident))
             compute += share * number * both[-1]
             hbm += share * number * (products.hbm + seen / hbm_rate)
             matrix += share * number * products.matrix
@@ -76,12 +78,58 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         down=exchanged * count / hardware.needed("link_down") if exchanged else 0.0,
         hbm=hbm + head,
         matrix=matrix,
-        launch=launch * count * (1 - stay if hidden else 1) + load * count * (1 - stay),
+        launch=issue.layer * count * (1 - stay if issue.graphs else 1)
+        + issue.load * count * (1 - stay),
         cpu=cpu,
     )
 
 
-OWN_ROWS = 16  # that own kernels multiply with plain weights
+class _Issue(NamedTuple):
+    """Seconds that the host takes to issue what a step does of a layer."""
+
+    layer: float  # its kernels
+    load: float  # its load, where it comes through a slot
+    graphs: bool  # whether resident layers are launched as graphs, which take next to nothing
+
+    def seconds(self, resident: bool) -> float:
+        """All of a layer's."""
+        if resident:
+            return 0.0 if self.graphs else self.layer
+        return self.layer + self.load
+
+
+def _issue(engine: Engine, hardware: Hardware, setting: Setting, risen: float) -> _Issue:
+    """For `risen` bytes of keys and values that come up of each layer."""
+    one = hardware.launch or 0.0
+    if setting.attention is CpuAttention.CPU and setting.cpu_sequences:
+        one = hardware.launch_after_cores or one
+    pieces = math.ceil(risen / KV_PIECE)
+    return _Issue(
+        layer=one * engine.kernels * setting.decode_micro_batches
+        + one * engine.piece_kernels * pieces,
+        load=one * engine.load_kernels,
+        # With rows in CPU memory there is work for the host between the kernels of each layer.
+        graphs=engine.graphs and not setting.cpu_sequences,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What stands beside a layer's products, and is the same of all: seconds of one layer."""
+
+    attention: float  # on the compute device
+    cpu: float  # attention on CPU cores, the way there and back
+    kernels: float  # small ones between the products
+    issue: _Issue
+    overlaps: bool  # whether a part of the step is computed while cores attend for another
+
+    def layer(self, products: float, resident: bool) -> float:
+        """Of the whole layer."""
+        gemm = max(products + self.kernels, self.issue.seconds(resident))
+        if self.overlaps:
+            return max(gemm + self.attention, self.cpu)
+        # Both attend at once, and join before the output projection.
+        return gemm + max(self.attention, self.cpu)
 
 
 def _exchange(

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from profiles import H200, LLAMA_2_70B, OPT_30B
 
+from offload.kernels import gemm, quant_gemm
+from offload.scheduler.decode_work import OWN_ROWS
 from offload.scheduler.engine import (
     EVERYTHING,
     FUSED,
@@ -327,3 +329,8 @@ def test_scores_that_are_written_take_time_and_room() -> None:
     more = footprint(model, job, how).workspace - footprint(without, job, how).workspace
     assert more == 2048 * 512 * 56 * 10  # of the rows at once
     assert decode_pass(model, H200, job, how) == decode_pass(without, H200, job, how)
+
+
+def test_plans_know_how_many_rows_kernels_take() -> None:
+    assert OWN_ROWS == gemm.MOST_ROWS
+    assert FUSED.stored_rows == quant_gemm.MOST_ROWS
