@@ -116,6 +116,18 @@ def test_every_variant_and_split(machine: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("machine", MACHINES[1:])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16])
+def test_tiles_of_float32_that_blocks_share(machine: str, rows: int, gated: bool) -> None:
+    """Whoever comes last adds what all of them have of a tile, in the order of the depth."""
+    a = make(machine, dtype=torch.float32, rows=rows, depth=1032, outputs=40, gated=gated)
+    call = SkinnyGemm(**a)
+    count = gemm_machine.host_variants(call) if machine == "host" else call.variants
+    for variant, splits in itertools.product(range(1, count + 1), (2, 3, 7)):
+        assert problem(machine, a, variant=variant, splits=splits) is None, (variant, splits)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     ("dtype", "kind", "mean", "scale"),
