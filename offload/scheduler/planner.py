@@ -133,25 +133,18 @@ class _Search:
                     continue
                 wanted = here.score(self._goal)
                 if trial.rows == point.rows:
-                    wanted *= self._threshold(here.setting, setting)
+                    wanted *= _threshold(here.setting, setting)
                 else:
-                    wanted *= 1 - MORE_ROWS if trial.rows > point.rows else 1 + 2 * MORE_ROWS
+                    wanted *= _favoured(trial.rows > point.rows, MORE_ROWS)
                 if self._bound(setting) <= wanted:
                     continue
                 there = self._offer(setting)
                 if there.score(self._goal) > wanted:
                     point, here, moved = trial, there, True
+        # Where the climb ended may be less than the best that it met, by what was taken in favour.
         best = self._best[here.setting.kind]
         if here.score(self._goal) >= best.score(self._goal) * (1 - SPARE_LOAD - MORE_ROWS):
             self._best[here.setting.kind] = here
-
-    def _threshold(self, old: Setting, new: Setting) -> float:
-        """How many times better a neighbour must be."""
-        if new.depth > old.depth and new.depth == 2:
-            return 1 - SPARE_LOAD
-        if new.depth < old.depth and old.depth == 2:
-            return 1 + 2 * SPARE_LOAD
-        return 1 + (TIE if new.complexity > old.complexity else 1e-6)
 
     def _reachable(self, setting: Setting) -> bool:
         """Whether the rates that it needs are known."""
@@ -179,6 +172,20 @@ class _Search:
             found = estimate(self._model, self._hardware, self._job, setting, exact=False).decode
             stream = max(found.busy.get("link up", 0.0), found.busy.get("disk", 0.0))
             yield int(setting.cpu_sequences * stream / found.busy["CPU attention"])
+
+
+def _threshold(old: Setting, new: Setting) -> float:
+    """How many times the score of `old` a neighbour that reads prompts alike must exceed."""
+    if new.depth != old.depth and max(new.depth, old.depth) == 2:
+        return _favoured(new.depth > old.depth, SPARE_LOAD)
+    return 1 + (TIE if new.complexity > old.complexity else 1e-6)
+
+
+def _favoured(more: bool, given: float) -> float:
+    """Such a factor for what is favoured, `given` being the share of the score given up for it; to
+    leave it again takes twice that, else a climb would go to and fro.
+    """
+    return 1 - given if more else 1 + 2 * given
 
 
 def _refusal(
