@@ -17,12 +17,11 @@ from offload.kernels.qkv import QkvLayout
 from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
 from offload.models.kv.cache import KvLayer
+from offload.models.kv.streamed_kv import KEPT_STEPS
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.row_copies import RowCopies
 from offload.sizes import format_size
 from offload.trace import Trace, Track
-
-KEPT_STEPS = 256
 
 
 def why_not_on_cpu(spec: ModelSpec, dtype: torch.dtype) -> str | None:

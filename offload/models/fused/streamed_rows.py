@@ -4,9 +4,9 @@ keys and values as they come up, piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -16,12 +16,32 @@ from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
 from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import HostColumns, halves, halves_bytes, quantise_into
-from offload.models.kv.streamed_kv import Pairs, Piece, StreamedKv, Wanted, pieces_of, place_bytes
+from offload.models.kv.streamed_kv import Pairs, Piece, StreamedKv, Wanted, piece_bytes, pieces_of
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.row_copies import columns
 from offload.store.layout import ALIGNMENT
 
 Halves = tuple[HostColumns, HostColumns]  # keys, values
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class _MadeForPlaces(Generic[K, V]):
+    """What was made for the places of `streamed`, until those lie elsewhere."""
+
+    def __init__(self, streamed: StreamedKv) -> None:
+        self._streamed = streamed
+        self._places: list[torch.Tensor] = []
+        self._made: dict[K, V] = {}
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """What there is for the key, else what `make` gives, which is kept."""
+        if self._places is not self._streamed.places:
+            self._places = self._streamed.places
+            self._made.clear()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class StreamedRows:
@@ -61,13 +81,12 @@ class StreamedRows:
         self._news: dict[tuple[int, int, int], _New] = {}
         self._sendings: dict[int, Sending] = {}
         # By layer, number of the piece, and place.
-        self._columns: dict[tuple[int, int, int], Halves] = {}
-        self._made_for: list[torch.Tensor] = []  # the places
+        self._columns: _MadeForPlaces[tuple[int, int, int], Halves] = _MadeForPlaces(streamed)
         self._owner = object()
         shapes = [tuple(kept.shape[1:]) for kept, _ in self.kept]
         for capacity in {shape[1] for shape in shapes}:
-            alike = [(heads, width) for heads, columns, width in shapes if columns == capacity]
-            streamed.reserve(*place_bytes(self.count, alike, capacity, self._dtype, self.int8))
+            alike = [(heads, width) for heads, size, width in shapes if size == capacity]
+            streamed.reserve(*piece_bytes(self.count, alike, capacity, self._dtype, self.int8))
 
     def expect(self, padding: Padding | None) -> None:
         """Nothing: the compute device knows it."""
@@ -129,16 +148,14 @@ class StreamedRows:
 
     def in_place(self, index: int, number: int, place: int) -> Halves:
         """The columns of a piece in a place, [rows, kv_heads, capacity, head_dim]."""
-        if self._made_for is not self.streamed.places:
-            self._made_for = self.streamed.places
-            self._columns.clear()
-        key = index, number, place
-        if key not in self._columns:
+
+        def made() -> Halves:
             shape = self._shape(index, self.pieces(index)[number])
             with torch.inference_mode(False):
                 memory = self.streamed.places[place]
-                self._columns[key] = halves(memory, shape, self._dtype, self.int8, ALIGNMENT)
-        return self._columns[key]
+                return halves(memory, shape, self._dtype, self.int8, ALIGNMENT)
+
+        return self._columns.get((index, number, place), made)
 
     def whole(self, index: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         """Where such a piece is made of int8, likewise."""
@@ -224,8 +241,9 @@ class Attending:
         self._spec, self._slopes = spec, slopes
         layout = spec.layout
         self._out = out.view(rows.count, layout.heads, layout.head_dim)
-        self._calls: dict[tuple[int, int], DecodeAttention] = {}  # by piece and place
-        self._made_for: list[torch.Tensor] = []  # the places
+        # By piece and place.
+        self._calls: _MadeForPlaces[tuple[int, int], DecodeAttention]
+        self._calls = _MadeForPlaces(rows.streamed)
 
     def launch(self, stream: int = 0) -> None:
         """Nothing waits on the host."""
@@ -251,16 +269,8 @@ class Attending:
             if wide is not None and up.scales is not None:
                 codes, scales = up.stored[:, :, seen], up.scales[:, :, seen]
                 torch.mul(codes, scales[..., None], out=wide[:, :, seen])
-        self._call(number, place).launch(stream)
-
-    def _call(self, number: int, place: int) -> DecodeAttention:
-        rows = self._rows
-        if self._made_for is not rows.streamed.places:
-            self._made_for = rows.streamed.places
-            self._calls.clear()
-        if (number, place) not in self._calls:
-            self._calls[number, place] = self._make(number, place)
-        return self._calls[number, place]
+        call = self._calls.get((number, place), lambda: self._make(number, place))
+        call.launch(stream)
 
     def _make(self, number: int, place: int) -> DecodeAttention:
         rows, spec, index = self._rows, self._spec, self._index

@@ -19,7 +19,7 @@ from offload.sizes import format_size
 from offload.store import POISON, POISON_BYTE
 from offload.trace import Trace
 
-KEPT_STEPS = 256
+KEPT_STEPS = 256  # the latest ones, of which reports have medians
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
 Piece = tuple[slice, slice]  # rows, KV heads
@@ -36,12 +36,19 @@ def pieces_of(rows: int, heads: int, head_bytes: int) -> list[Piece]:
     return [(slice(row, row + 1), slice(*span)) for row in range(rows) for span in spans]
 
 
-def place_bytes(
+def evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Spans of `most` at most, of sizes that differ by one at most."""
+    count = -(-(last - first) // most)
+    for i in range(count):
+        size = last - first
+        yield first + i * size // count, first + (i + 1) * size // count
+
+
+def piece_bytes(
     rows: int, shapes: Iterable[tuple[int, int]], columns: int, dtype: torch.dtype, int8: bool
 ) -> tuple[int, int]:
-    """What pieces take on the compute device: the largest as it comes up, and as it is made whole
-    where it is int8. Of `rows` sequences of so many columns, in layers of these (KV heads,
-    head_dim).
+    """Bytes of the largest piece of `rows` sequences of so many columns, in layers of these (KV
+    heads, head_dim): as it comes up, and as it is made whole where it is int8, else 0.
     """
     most = whole = 0
     for heads, width in set(shapes):
@@ -57,8 +64,8 @@ def place_bytes(
 def places_bytes(
     rows: int, shapes: Iterable[tuple[int, int]], columns: int, dtype: torch.dtype, int8: bool
 ) -> int:
-    """All that such sequences take there."""
-    most, whole = place_bytes(rows, shapes, columns, dtype, int8)
+    """Bytes that the places for such sequences take on the compute device, all together."""
+    most, whole = piece_bytes(rows, shapes, columns, dtype, int8)
     return KV_PIECES * most + whole
 
 
@@ -100,6 +107,14 @@ class StreamedWork:
     steps: int = 0  # that had such rows
     sequences: int = 0  # of the latest one
     latest: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # bytes of each
+
+    def add(self, nbytes: int, sequences: int | None) -> None:
+        """A piece that is used; `sequences`: of the step that it is the first of."""
+        if sequences is not None:
+            self.steps, self.sequences = self.steps + 1, sequences
+            self.latest.append(0)
+        if self.latest:  # else no step has begun
+            self.latest[-1] += nbytes
 
     @property
     def typical_bytes(self) -> int | None:
@@ -191,11 +206,8 @@ class StreamedKv:
             self._loads.clear()
             load = self._load(wanted, source)
         self._taken = load.place
-        if not (wanted.layer or wanted.number):
-            self.work.steps, self.work.sequences = self.work.steps + 1, source.count
-            self.work.latest.append(0)
-        if self.work.latest:
-            self.work.latest[-1] += load.nbytes
+        first = not (wanted.layer or wanted.number)
+        self.work.add(load.nbytes, source.count if first else None)
         trace = self._trace()
         if trace is not None:
             trace.rises()
@@ -234,11 +246,3 @@ class StreamedKv:
         """Let go of the memory."""
         self._settle()
         self.places, self.whole = [], self.whole[:0].clone()
-
-
-def evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-    """Spans of `most` at most, of sizes that differ by one at most."""
-    count = -(-(last - first) // most)
-    for i in range(count):
-        size = last - first
-        yield first + i * size // count, first + (i + 1) * size // count
