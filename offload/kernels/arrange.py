@@ -12,7 +12,6 @@ from offload.kernels.panels import codes_in_panels, panels_of
 from offload.kernels.weight_format import WeightFormat
 
 OP = "arrange"
-_ORDERS = {"packed": 0, "gptq": 1, "gptq_v2": 1, "awq": 2}
 
 
 class Arrange(Call):
@@ -57,7 +56,7 @@ class Arrange(Call):
             rows=shape[0],
             depth=shape[1],
             bits=form.bits,
-            order=_ORDERS[form.layout],
+            order=structs.CODE_ORDERS[form.layout],
         )
         self._form, self._stored, self._panels = form, {end: codes}, panels
         self._ready(panels.device, codes, panels)

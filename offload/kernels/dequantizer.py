@@ -9,11 +9,13 @@ import torch
 from offload.kernels import structs
 from offload.kernels.call import Call, pointer
 from offload.kernels.dequantize_reference import dequantise_reference
+from offload.kernels.structs import Code, ZeroKind
 from offload.kernels.weight_format import SHAPE, Stored, WeightFormat
 
 OP = "dequantize"
-_ZERO_NAMES = ("weight_zero_point", "qzeros", "weight_panel_zero")
 _INDEX_NAMES = ("weight_g_idx", "g_idx")
+_ALONG_ROWS = ("gptq", "gptq_v2", "awq")  # layouts whose scales and zero points are [G, N]
+_CODES = {"int4": Code.UINT4, "int8": Code.UINT8, "fp8": Code.E4M3, "mxfp4": Code.E2M1}
 _CODE_NAMES = ("weight_packed", "weight", "qweight", "weight_panels", "blocks")
 
 
@@ -100,29 +102,14 @@ def _arguments(
     depth = out.shape[-1]
     rows = out.numel() // depth if depth else 0
     codes, scale = named(_CODE_NAMES), stored[form.scale_name]
-    zero = named(_ZERO_NAMES) if form.zero_points else None
     index = named(_INDEX_NAMES) if form.act_order else None
     assert codes is not None
-    along_rows = form.layout in ("gptq", "gptq_v2", "awq")  # scales are [G, N]
+    zero, zero_kind, zero_value = _zeros(form, stored)
+    along_rows = form.layout in _ALONG_ROWS
     groups = -(-depth // form.block[1]) if form.block[1] else 1
     # One scale for all is one for each of no rows apart.
     scale_row = 0 if form.block[0] == 0 else 1 if along_rows else groups
-    code = {"int4": 0, "int8": 1, "fp8": 3, "mxfp4": 4}[form.kind]
-    order, zero_kind, zero_value, words = 0, 0, 0, scale_row
-    if form.layout == "plain" and form.kind == "int8":
-        code = 2
-    if form.layout == "packed" and zero is None:
-        zero_value = 1 << (form.bits - 1)
-    elif zero is not None:
-        zero_kind = 3 if form.layout == "plain" else 1
-    if form.layout == "panels":
-        order, zero_kind = 3, 0 if zero is None else 4
-        zero_value = 1 << (form.bits - 1) if zero is None else 0
-    if along_rows:
-        order = 2 if form.layout == "awq" else 1
-        zero_kind = 2 if form.layout == "awq" else 1
-        zero_value = 1 if form.layout == "gptq" else 0
-        zero, words = stored["qzeros"], 1
+    plain_int8 = form.layout == "plain" and form.kind == "int8"  # elsewhere codes have no sign
     # From one row of codes to the next; the first dimension is that of words where these lie so.
     code_rows = codes.shape[0] if along_rows else rows
     stride = codes.numel() * codes.element_size() // max(code_rows, 1)
@@ -135,17 +122,34 @@ def _arguments(
         code_stride=stride,
         scale_row_stride=scale_row,
         scale_group_stride=rows if along_rows else 1,
-        zero_row_stride=words,
+        zero_row_stride=1 if along_rows else scale_row,
         zero_group_stride=rows // form.per_word if along_rows else 1,
         output_stride=depth if out.dim() == 3 or rows <= 1 else out.stride(0),
         rows=rows,
         depth=depth,
         scale_rows=form.block[0] or max(rows, 1),
         group=form.block[1] or max(depth, 1),
-        code=code,
-        order=order,
+        code=Code.INT8 if plain_int8 else _CODES[form.kind],
+        order=structs.CODE_ORDERS[form.layout],
         zero_kind=zero_kind,
         zero_value=zero_value,
         scale_dtype=structs.SCALES[scale.dtype],
         dtype=structs.DTYPES[out.dtype],
     )
+
+
+def _zeros(
+    form: WeightFormat, stored: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor | None, ZeroKind, int]:
+    """The zero points of a weight, how they lie, and `zero_value` of OffloadDequantize."""
+    if form.layout in _ALONG_ROWS:
+        kind = ZeroKind.ZERO_ROW_WORDS if form.layout == "awq" else ZeroKind.ZERO_WORDS
+        return stored["qzeros"], kind, int(form.layout == "gptq")  # which stores one less
+    if form.zero_points:
+        if form.layout == "panels":
+            return stored["weight_panel_zero"], ZeroKind.ZERO_PANELS, 0
+        kind = ZeroKind.ZERO_BYTES if form.layout == "plain" else ZeroKind.ZERO_WORDS
+        return stored["weight_zero_point"], kind, 0
+    # Codes without a sign of symmetric weights: zero is in their middle.
+    middle = 1 << (form.bits - 1) if form.layout in ("packed", "panels") else 0
+    return None, ZeroKind.ZERO_VALUE, middle

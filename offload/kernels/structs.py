@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
 
 import torch
 
@@ -12,6 +13,49 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NORMS = {None: 0, "layer": 1, "rms": 2}
 SCALES = {**DTYPES, torch.uint8: 3, torch.float8_e8m0fnu: 3}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+
+class Code(IntEnum):
+    """How a code becomes a number: OffloadCode."""
+
+    UINT4 = 0
+    UINT8 = 1
+    INT8 = 2
+    E4M3 = 3
+    E2M1 = 4
+
+
+class CodeOrder(IntEnum):
+    """How codes lie: OffloadCodeOrder."""
+
+    ALONG_DEPTH = 0
+    DEPTH_WORDS = 1
+    ROW_WORDS = 2
+    PANELS = 3
+
+
+class ZeroKind(IntEnum):
+    """How zero points lie: OffloadZeroKind."""
+
+    ZERO_VALUE = 0
+    ZERO_WORDS = 1
+    ZERO_ROW_WORDS = 2
+    ZERO_BYTES = 3
+    ZERO_PANELS = 4
+
+
+# By a weight's layout.
+CODE_ORDERS = {
+    "plain": CodeOrder.ALONG_DEPTH,
+    "packed": CodeOrder.ALONG_DEPTH,
+    "fp8_block": CodeOrder.ALONG_DEPTH,
+    "mxfp4": CodeOrder.ALONG_DEPTH,
+    "gpt_oss": CodeOrder.ALONG_DEPTH,
+    "gptq": CodeOrder.DEPTH_WORDS,
+    "gptq_v2": CodeOrder.DEPTH_WORDS,
+    "awq": CodeOrder.ROW_WORDS,
+    "panels": CodeOrder.PANELS,
+}
 
 
 class NormStruct(Structure):
