@@ -26,14 +26,14 @@ from offload.models.quantized.whole import WholeWeight
 from offload.models.specs.spec import LayerSpec
 
 
-def in_panels(weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight] | None:
+def panel_weights(weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight] | None:
     """What weights that act as one become, part for part in the same memory; None where one of
     them stays as it is, or their formats differ.
     """
     found: dict[str, WholeWeight] = {}
     formats = set()
     for name, weight in weights.items():
-        arranged = _in_panels(weight)
+        arranged = _panel_weight(weight)
         if arranged is None:
             return None
         found[name] = arranged
@@ -42,7 +42,8 @@ def in_panels(weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight] | No
     return found if len(formats) == 1 else None
 
 
-def _in_panels(weight: WholeWeight) -> WholeWeight | None:
+def _panel_weight(weight: WholeWeight) -> WholeWeight | None:
+    """The same of one weight; None where it stays as it is, as no kernel would multiply with it."""
     expression = weight.expression
     decode = getattr(expression, "decode", None)
     if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
@@ -77,10 +78,10 @@ def arrange(spec: LayerSpec, layer: nn.Module) -> None:
     for linear in spec.linears().values():
         if linear.transposed or not all(name in found for name in linear.weights):
             continue
-        arranged = in_panels({name: found[name][2] for name in linear.weights})
+        arranged = panel_weights({name: found[name][2] for name in linear.weights})
         for name, new in (arranged or {}).items():
             module, forward, old = found[name]
-            _move(module, forward, old, new)
+            _rearrange(module, forward, old, new)
             forward.become(old, new)
             holders[module] = forward
     for module, forward in holders.items():
@@ -89,8 +90,12 @@ def arrange(spec: LayerSpec, layer: nn.Module) -> None:
         layer._apply = module._apply = refuse_move  # type: ignore[method-assign]
 
 
-def _move(module: nn.Module, forward: QuantisedForward, old: WholeWeight, new: WholeWeight) -> None:
-    """Put what is stored for `new` where that for `old` lies."""
+def _rearrange(
+    module: nn.Module, forward: QuantisedForward, old: WholeWeight, new: WholeWeight
+) -> None:
+    """Put what is stored for `new` where that for `old` lies, by way of the scratch: panels are of
+    as many bytes, but none stays in its place.
+    """
     before: Any = old.expression
     after: Any = new.expression
     ends = [end for end, _ in before.parts]

@@ -12,7 +12,7 @@ from offload.checkpoint.lazy import Coded
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
 from offload.models.quantized.coded import Decoder
-from offload.models.quantized.panels import in_panels
+from offload.models.quantized.panels import panel_weights
 from offload.models.quantized.whole import WholeWeight
 
 # Of their stored tensors, each row belongs to one output, or to some that lie together.
@@ -75,7 +75,7 @@ def stored_together(weights: Mapping[str, WholeWeight]) -> list[tuple[str, ...]]
     """What is stored for weights of a layer, like ones together, by names in it: each group is to
     lie without a gap. Empty where the weights are no stack, and become none in panels.
     """
-    if Stack.of(weights) is None and in_panels(weights) is None:
+    if Stack.of(weights) is None and panel_weights(weights) is None:
         return []
     return _parts(weights)
 
