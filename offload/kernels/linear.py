@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -236,19 +236,22 @@ def _norm(input: torch.Tensor, norm: Norm, out: torch.Tensor, early: bool) -> Ca
     return launch
 
 
-class _Scratch:
-    """Hands out parts of a workspace, one behind another, for what lies between the kernels."""
-
-    def __init__(self, workspace: Workspace, like: torch.Tensor, shapes: list[tuple[int, ...]]):
-        size = like.element_size()
-        lengths = [-(-torch.Size(shape).numel() * size // _ALIGNMENT) for shape in shapes]
-        memory = workspace.partials(sum(lengths) * _ALIGNMENT).view(torch.uint8)
-        self.parts: list[torch.Tensor] = []
-        begin = 0
-        for shape, length in zip(shapes, lengths, strict=True):
-            part = memory[begin : begin + torch.Size(shape).numel() * size]
-            self.parts.append(part.view(like.dtype).view(shape))
-            begin += length * _ALIGNMENT
+def _parts(
+    workspace: Workspace, like: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Parts of a workspace, one behind another, for what lies between the kernels. All are asked
+    for at once, as the memory of a workspace is the same for every caller.
+    """
+    size = like.element_size()
+    lengths = [-(-torch.Size(shape).numel() * size // _ALIGNMENT) for shape in shapes.values()]
+    memory = workspace.partials(sum(lengths) * _ALIGNMENT).view(torch.uint8)
+    parts = {}
+    begin = 0
+    for (name, shape), length in zip(shapes.items(), lengths, strict=True):
+        part = memory[begin : begin + torch.Size(shape).numel() * size]
+        parts[name] = part.view(like.dtype).view(shape)
+        begin += length * _ALIGNMENT
+    return parts
 
 
 def _cublas(
@@ -260,71 +263,57 @@ def _cublas(
     A bias goes with the product where nothing else follows; a residual sum that `out` already holds
     is what the product adds to.
     """
-    input, weight, out, bias, residual = (
-        asked.input,
-        asked.weight,
-        asked.out,
-        asked.bias,
-        asked.residual,
-    )
+    input, out, bias, residual = asked.input, asked.out, asked.bias, asked.residual
     rows, outputs = asked.rows, out.shape[-1]
-    products = 2 * outputs if asked.gated else outputs
     acts = asked.activation is not None or asked.gated
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()
     simple = not acts and (residual is None or (in_place and bias is None))
-    flat_out = _rows(out)
-    # Kernels behind the product want their tensors contiguous.
-    ends_elsewhere = not simple and not out.is_contiguous()
-    shapes: list[tuple[int, ...]] = []
-
-    def reserve(needed: bool, *shape: int) -> int:
-        if needed:
-            shapes.append(shape)
-        return len(shapes) - 1
-
-    at_norm = reserve(asked.norm is not None, rows, input.shape[-1])
-    at_product = reserve(not simple, rows, products)
-    at_activated = reserve(acts and residual is not None, rows, outputs)
-    at_end = reserve(ends_elsewhere, rows, outputs)
-    parts = _Scratch(workspace, input, shapes).parts
+    shapes: dict[str, tuple[int, ...]] = {}
+    if asked.norm is not None:
+        shapes["normed"] = rows, input.shape[-1]
+    if not simple:
+        shapes["product"] = rows, (2 if asked.gated else 1) * outputs
+        if acts and residual is not None:
+            shapes["activated"] = rows, outputs
+        if not out.is_contiguous():  # as kernels behind the product want their tensors
+            shapes["end"] = rows, outputs
+    parts = _parts(workspace, input, shapes)
     launches: list[Callable[[int], Any]] = []
 
     x = _rows(input)
     if asked.norm is not None:
-        launches.append(_norm(input, asked.norm, parts[at_norm].view(input.shape), asked.early))
-        x = parts[at_norm]
-    w = weight if asked.transposed else weight.t()
+        x = parts["normed"]
+        launches.append(_norm(input, asked.norm, x.view(input.shape), asked.early))
+    w = asked.weight if asked.transposed else asked.weight.t()
     if simple:
+        flat_out = _rows(out)
         added = bias if residual is None else flat_out
-        launches.append(CublasProduct(x, w, flat_out, added, choice).launch)
-        return tuple(launches)
+        return (*launches, CublasProduct(x, w, flat_out, added, choice).launch)
+    product = CublasProduct(x, w, parts["product"], choice=choice)
+    return (*launches, product.launch, *_behind(asked, parts))
 
-    end = parts[at_end] if ends_elsewhere else flat_out
-    launches.append(CublasProduct(x, w, parts[at_product], choice=choice).launch)
-    branch, branch_bias = parts[at_product], bias
-    if acts:
-        target = parts[at_activated] if residual is not None else end
-        launches.append(
-            Activation(
-                branch,
-                target,
-                kind=cast("Kind | None", asked.activation),
-                bias=bias,
-                gated=asked.gated,
-            ).launch
-        )
-        branch, branch_bias = target, None
-    if residual is not None:
-        flat = _rows(residual)
+
+def _behind(asked: _Arguments, parts: Mapping[str, torch.Tensor]) -> list[Callable[[int], Any]]:
+    """What makes `out` of the product: bias, activation and gate, the residual sum."""
+    launches: list[Callable[[int], Any]] = []
+    flat_out = _rows(asked.out)
+    end = parts.get("end", flat_out)
+    branch, bias = parts["product"], asked.bias
+    if asked.activation is not None or asked.gated:
+        target = parts.get("activated", end)
+        kind = cast("Kind | None", asked.activation)
+        call = Activation(branch, target, kind=kind, bias=bias, gated=asked.gated)
+        launches.append(call.launch)
+        branch, bias = target, None
+    if asked.residual is not None:
+        flat = _rows(asked.residual)
         if not flat.is_contiguous():
             flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
-            launches.append(_copy(flat, _rows(residual)))
-        launches.append(
-            ResidualNorm(branch=branch, residual=flat, bias=branch_bias, sum_out=end).launch
-        )
-    if ends_elsewhere:
+            launches.append(_copy(flat, _rows(asked.residual)))
+        launches.append(ResidualNorm(branch=branch, residual=flat, bias=bias, sum_out=end).launch)
+    if end is not flat_out:
         launches.append(_copy(flat_out, end))
-    return tuple(launches)
+    return launches
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
