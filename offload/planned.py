@@ -29,7 +29,7 @@ from offload.scheduler.least import least_device
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
 from offload.scheduler.plan import Budget, LayerSize, Plan, Workload, chunk_bytes, fixed_plan
 from offload.scheduler.planner import UNLIMITED, Planned, plan_job, refusal
-from offload.scheduler.setting import Goal, Job
+from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
 QUICK = (
@@ -83,8 +83,7 @@ def plan_run(
             raise
         told = _refusal_on_cpu(budget, model, hardware, config.job, weights, io)
         raise BudgetError(told) from error
-    choice = planned.choice
-    setting, need = choice.setting, choice.memory
+    setting, need = planned.choice.setting, planned.choice.memory
     plan = fixed_plan(
         [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers],
         setting.tiers(),
@@ -104,18 +103,6 @@ def plan_run(
             f"a plan of {setting.depth} loads ahead was chosen, and {plan.depth} fit: lower "
             "max_memory a little, so that another is chosen"
         )
-    chosen = replace(
-        config,
-        goal=None,
-        prompt_len=None,
-        gen_len=None,
-        choose_batch=False,
-        batch_size=setting.batch,
-        max_length=config.job.length,
-        kv_on_cpu=setting.cpu_sequences,
-        kv_dtype=config.kv_dtype if setting.cpu_sequences else "auto",
-        kv_attention=setting.attention.value if setting.cpu_sequences else "auto",
-    )
     whole = setting.prefill_rows >= setting.batch * config.job.prompt
     if setting.decode_micro_batches > 1:
         notes += (
@@ -125,8 +112,26 @@ def plan_run(
     return PlannedRun(
         replace(plan, notes=(*plan.notes, *notes)),
         planned,
-        chosen,
+        _without_goal(config, setting),
         None if whole or not engine.chunks else setting.prefill_rows,
+    )
+
+
+def _without_goal(config: OffloadConfig, setting: Setting) -> OffloadConfig:
+    """`config` as a user would have written it who had chosen `setting` himself."""
+    assert config.job is not None
+    below = setting.cpu_sequences
+    return replace(
+        config,
+        goal=None,
+        prompt_len=None,
+        gen_len=None,
+        choose_batch=False,
+        batch_size=setting.batch,
+        max_length=config.job.length,
+        kv_on_cpu=below,
+        kv_dtype=config.kv_dtype if below else "auto",
+        kv_attention=setting.attention.value if below else "auto",
     )
 
 
