@@ -14,6 +14,7 @@ from offload.scheduler.plan import Budget
 from offload.scheduler.setting import Job, Setting
 
 ROWS = (LEAST_ROWS, 512, 1024, 2048, 4096, 8192, 16384)  # of a micro-batch while prompts are read
+MANY_ROWS = 2048  # those that a search begins with: enough to fill the matrix units
 MOST_SEQUENCES = 4096
 GRID = 10  # steps over the layers, to begin with
 MANY_PARTS = 8  # of a batch in lock step, to begin with
@@ -30,7 +31,7 @@ class Point:
     resident: int  # at least that many where the batch is given
     cpu_sequences: int
     spared: int = 0  # layers in files though CPU memory had room for them beside no sequences
-    rows: int = 2048
+    rows: int = MANY_ROWS
     passes: int = 1
     depth: int = 1
     parts: int = 1
@@ -58,7 +59,7 @@ class Space:
             for way in ways:
                 for resident in residents:
                     for rows, passes, parts in self._ways_to_read():
-                        point = Point(name, way, resident, 0, 0, rows, passes, parts=parts)
+                        point = Point(name, way, resident, 0, rows=rows, passes=passes, parts=parts)
                         yield from self._sequences(point, balance)
 
     def _ways_to_read(self) -> tuple[tuple[int, int, int], ...]:
@@ -67,7 +68,7 @@ class Space:
             return ((EVERY_ROW, 1, 1), (EVERY_ROW, 1, MANY_PARTS))
         if not self._engine.chunks:
             return ((EVERY_ROW, 1, 1),)
-        return ((2048, 1, 1), (LEAST_ROWS, 4 if self._engine.micro_batches else 1, 1))
+        return ((MANY_ROWS, 1, 1), (LEAST_ROWS, 4 if self._engine.micro_batches else 1, 1))
 
     def _sequences(
         self, point: Point, balance: Callable[[Setting], Iterator[int]]
@@ -100,11 +101,11 @@ class Space:
     def neighbours(self, point: Point) -> Iterator[Point]:
         """One variable changed."""
         for step in (1, 2, 4, 8, 16):
-            for sign in (-step, step):
-                if self._job.batch is None and 0 <= point.resident + sign <= self._count:
-                    yield replace(point, resident=point.resident + sign)
-                if self._disk and point.cpu_sequences and point.spared + sign >= 0:
-                    yield replace(point, spared=point.spared + sign)
+            for change in (-step, step):
+                if self._job.batch is None and 0 <= point.resident + change <= self._count:
+                    yield replace(point, resident=point.resident + change)
+                if self._disk and point.cpu_sequences and point.spared + change >= 0:
+                    yield replace(point, spared=point.spared + change)
         if point.cpu_sequences:
             for step in sorted({1, 4, 16, max(1, point.cpu_sequences // 4)}):
                 for sequences in (point.cpu_sequences - step, point.cpu_sequences + step):

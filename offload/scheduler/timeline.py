@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_PASSES = 3  # by the third the start no longer shows: no load waits for more than one pass
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
@@ -37,7 +39,11 @@ def first_pass_seconds(layers: Sequence[LayerTime], depth: int) -> float:
 def _walk(layers: Sequence[LayerTime], depth: int, there: int, start: int) -> float:
     """Seconds from the layer of number `start` to the end; the first loads, `there` of them, are
     done beforehand.
+
+    A search walks thousands of settings: the larger of two is taken without a call of max().
     """
+    # Points in time: when each has done all that it was given so far, when the latest keys and
+    # values had been attended to, and when the layer `start` began.
     disk = link = compute = risen = begin = 0.0
     freed = [0.0] * (depth + 1)  # when the layers loaded latest had been computed, in a ring
     at = 0
@@ -65,6 +71,3 @@ def _walk(layers: Sequence[LayerTime], depth: int, there: int, start: int) -> fl
             freed[at] = compute
             at = at + 1 if at < depth else 0
     return compute - begin
-
-
-_PASSES = 3  # by the third the start no longer shows: no load waits for more than one pass
