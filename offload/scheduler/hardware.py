@@ -16,7 +16,8 @@ FORMAT = 2  # raised when what is measured, or how, changes: older figures are t
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
-Curve = tuple[tuple[int, float], ...]  # (rows or queries a KV head, rate), by the first
+# (rows, tokens or queries a KV head; the rate), by the first.
+Curve = tuple[tuple[int, float], ...]
 _ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
@@ -75,9 +76,9 @@ class Hardware:
     cpu_attention_beside: Curve = ()
     link_beside_attention: Curve = ()
     kernel: float | None = None  # of a small one on the compute device, behind another one
-    launch: float | None = None  # of one kernel, on the host
+    launch: float | None = None  # of one kernel that PyTorch launches, on the host
     launch_after_cores: float | None = None  # the same, when the host has waited for CPU cores
-    call: float | None = None  # of a call that is made and checked for it in Python
+    call: float | None = None  # of making, checking and launching an own kernel's call in Python
     # From queries on the compute device to what CPU cores make of them there, but for attention.
     exchange: float | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -140,12 +141,16 @@ class Hardware:
         return min(1.0, kept), min(1.0, (moves or link) / link)
 
     def prompt_attention_rate(self, tokens: int) -> float | None:
-        """FLOP per second of attention within prompts of so many tokens."""
+        """FLOP per second of attention within prompts of so many tokens, beyond those that
+        were measured that of the nearest; None where none was.
+        """
         curve = self.prompt_attention
         return _between(curve, max(tokens, curve[0][0])) if curve else None
 
     def gpu_attention_rate(self, group: int) -> float:
-        """The same of the compute device; its memory's where it was not measured."""
+        """Bytes of keys and values per second that the compute device attends to while decoding,
+        for `group` queries a KV head; its memory's rate where that was not measured.
+        """
         return _of_group(self.gpu_attention, group) or self.needed("hbm")
 
     def needed(self, name: str) -> float:
