@@ -364,16 +364,15 @@ def choose(
     candidates: Callable[[T], tuple[Choice, ...]],
     launches: Callable[[T, Choice, Workspace], Sequence[Launch]],
     refine: Callable[[Choice], tuple[Choice, ...]] = lambda choice: (),
-    otherwise: Choice = OWN,
 ) -> Choice:
     """As `pick`, timing the `launches` of `copies`, so many of a product with `weight_bytes` of
     weights that none finds its own in L2 when its turn comes; `candidates` are seen from one.
 
-    `otherwise` where nothing is kept and it cannot be measured now: while a graph is captured, or
-    without room for the copies.
+    The own kernel, by the library's guess, where nothing is kept and it cannot be measured now:
+    while a graph is captured, or without room for the copies.
     """
     if torch.cuda.is_current_stream_capturing():
-        return table(device.index or 0).get(key) or otherwise
+        return table(device.index or 0).get(key) or OWN
     made: list[T] = []
 
     def first() -> tuple[Choice, ...]:
@@ -387,4 +386,4 @@ def choose(
     try:
         return pick(key, device, first, measure, refine)
     except torch.OutOfMemoryError:
-        return otherwise
+        return OWN

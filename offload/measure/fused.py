@@ -92,11 +92,11 @@ def _quantised(form: WeightFormat, input: torch.Tensor, out: torch.Tensor) -> tu
     return QuantLinear(input, form, stored, out), nbytes
 
 
-def attention(device: torch.device, groups: Sequence[int] = GROUPS) -> Curve:
+def attention(device: torch.device) -> Curve:
     """Queries a KV head -> bytes of keys and values per second that decode attention reads, of many
     sequences.
     """
-    return tuple((group, _attention(device, group)) for group in groups)
+    return tuple((group, _attention(device, group)) for group in GROUPS)
 
 
 def _attention(device: torch.device, group: int) -> float:
@@ -120,13 +120,13 @@ def _attention(device: torch.device, group: int) -> float:
     return caches.nbytes / _seconds(calls, device)
 
 
-def prompt_attention(device: torch.device, prompts: Sequence[int] = PROMPTS) -> Curve:
+def prompt_attention(device: torch.device) -> Curve:
     """Tokens of a prompt -> FLOP per second of causal attention within each of some, that are as
     many rows as are read at once. Half of the scores count, as no more are of use.
     """
     rows, heads, width = 8192, 32, 128
     points = []
-    for tokens in prompts:
+    for tokens in PROMPTS:
         query, keys, values = torch.randn(
             3, max(1, rows // tokens), heads, tokens, width, dtype=DTYPE, device=device
         )

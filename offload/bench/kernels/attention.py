@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,9 +237,9 @@ def ways_for(shape: Shape) -> dict[str, Options]:
     return ways
 
 
-def sweep(device: torch.device, shapes: Sequence[Shape] = (*SHORT, *SWEPT)) -> None:
+def sweep(device: torch.device) -> None:
     """Print the microseconds of each shape's ways, the library's first, then the fastest."""
-    for shape in shapes:
+    for shape in (*SHORT, *SWEPT):
         tried = case(shape, device, ways_for(shape))
         ways = {"ours": tried.ours, **tried.peers}
         for name in list(ways):
