@@ -76,11 +76,10 @@ class Prompt:
         self._hidden, self._past, self._end = hidden, past, past + tokens
         self._copies, self._room = copies, room
         at_once = batch if rows is None else max(1, rows // tokens)
-        spans = [
-            (first, last, on_cpu)
-            for start, stop, on_cpu in ((0, batch - on_cpu, False), (batch - on_cpu, batch, True))
-            for first, last in evenly(start, stop, at_once)
-        ]
+        split = batch - on_cpu
+        # No chunk has sequences of both kinds: those in CPU memory go by way of a stage.
+        spans = [(*span, False) for span in evenly(0, split, at_once)]
+        spans += [(*span, True) for span in evenly(split, batch, at_once)]
         column = torch.full((1,), past, dtype=torch.int32, device=hidden.device)
         common = PrefillAttention(past, tokens, None)
         self._chunks = [
