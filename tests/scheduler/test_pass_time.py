@@ -8,6 +8,9 @@ import pytest
 from profiles import H200, LLAMA_2_70B, OPT_30B
 
 from offload.kernels import gemm, quant_gemm
+from offload.models.fused import block, prefill_attention
+from offload.models.kv import host_columns
+from offload.scheduler import model_profile
 from offload.scheduler.decode_work import OWN_ROWS
 from offload.scheduler.engine import (
     EVERYTHING,
@@ -20,6 +23,7 @@ from offload.scheduler.footprint import footprint, weights_of
 from offload.scheduler.model_profile import LayerProfile, Precision
 from offload.scheduler.pass_time import CHAIN, decode_pass, prefill_pass
 from offload.scheduler.setting import Job, Setting
+from offload.store import layout
 
 JOB = Job(512, 32, 100)
 PLAIN = Setting("fp16", 8, 40, 0, 2, 100, 0, CpuAttention.NONE, 2048, 1, 1)
@@ -331,6 +335,12 @@ def test_scores_that_are_written_take_time_and_room() -> None:
     assert decode_pass(model, H200, job, how) == decode_pass(without, H200, job, how)
 
 
-def test_plans_know_how_many_rows_kernels_take() -> None:
+def test_constants_of_plans_are_those_of_what_they_plan() -> None:
+    """The planner imports none of it."""
     assert OWN_ROWS == gemm.MOST_ROWS
     assert FUSED.stored_rows == quant_gemm.MOST_ROWS
+    assert model_profile.ALIGNMENT == layout.ALIGNMENT
+    assert host_columns.SCALE.itemsize == model_profile.KV_SCALE
+    masks = prefill_attention.KEPT_ELEMENTS, prefill_attention.MASK_ELEMENTS
+    assert (FUSED.masks, FUSED.scores) == (masks, masks[1])
+    assert FUSED.mlp_rows == block.MLP_ROWS
