@@ -53,14 +53,8 @@ __global__ void __launch_bounds__(32 * kAppendWarps, 5)
 #pragma unroll
     for (int i = 0; i < kPackHeads; ++i)
         if (i < heads.per_thread) raw[i] = load_once<T, N>(row + sources[i]);
-    // At an address that a lane has its own of, for all the compiler knows: what is one for a warp
-    // it moves to a uniform register, and waits for, ahead of the angles' loads.
-    const int of_lane = lane_of_warp & plan.groups >> 6;  // 0
-    const int first_column =
-        kind ? x.column[static_cast<int64_t>(warp.batch) * x.column_stride + of_lane] : 0;
-    if (plan.ahead && warp.part == 0 && lane_of_warp == 0 &&
-        warp.row + plan.ahead < x.batch * x.tokens)
-        prefetch_bulk(row + static_cast<int64_t>(plan.ahead) * x.row_stride, plan.row_bytes);
+    const int first_column = first_column_of(x, plan, warp, lane_of_warp);
+    ask_for_row_ahead(x, plan, warp, lane_of_warp, row);
 
     // Four neighbours are rotated as one: by which angles, and with whose. `crossed`: a lane's
     // first four with another's second. An element becomes own * itself + others * its partner,

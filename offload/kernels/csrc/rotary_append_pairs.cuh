@@ -57,13 +57,8 @@ __global__ void __launch_bounds__(32 * kAppendWarps, 5)
             raw[i][0] = load_once<T, N>(from);
             raw[i][1] = load_once<T, N>(from + half);
         }
-    // See rotary_append_packs.
-    const int of_lane = lane_of_warp & plan.groups >> 6;  // 0
-    const int first_column =
-        kind ? x.column[static_cast<int64_t>(warp.batch) * x.column_stride + of_lane] : 0;
-    if (plan.ahead && warp.part == 0 && lane_of_warp == 0 &&
-        warp.row + plan.ahead < x.batch * x.tokens)
-        prefetch_bulk(row + static_cast<int64_t>(plan.ahead) * x.row_stride, plan.row_bytes);
+    const int first_column = first_column_of(x, plan, warp, lane_of_warp);
+    ask_for_row_ahead(x, plan, warp, lane_of_warp, row);
 
     // (a, b), of the two halves, becomes (a * own[0] + b * other[0], b * own[1] + a * other[1]).
     float own[2][N], other[2][N];

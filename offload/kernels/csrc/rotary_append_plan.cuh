@@ -67,6 +67,25 @@ __device__ __forceinline__ int source_of(const OffloadRotaryAppend& x, const App
     return heads.offset + kv * heads.stride + (head - kv * plan.per_group.by) * x.head_dim;
 }
 
+// The cache's column of the sequence's first token; 0 for queries. At an address that a lane has
+// its own of, for all the compiler knows: what is one for a warp it moves to a uniform register,
+// and waits for, ahead of the angles' loads.
+__device__ __forceinline__ int first_column_of(const OffloadRotaryAppend& x, const AppendPlan& plan,
+                                               const WarpsHeads& warp, int lane_of_warp) {
+    const int of_lane = lane_of_warp & plan.groups >> 6;  // 0
+    return warp.kind ? x.column[static_cast<int64_t>(warp.batch) * x.column_stride + of_lane] : 0;
+}
+
+// The first lane of a row's first warp tells L2 to fetch the row that is `plan.ahead` behind `row`.
+template <typename T>
+__device__ __forceinline__ void ask_for_row_ahead(const OffloadRotaryAppend& x,
+                                                  const AppendPlan& plan, const WarpsHeads& warp,
+                                                  int lane_of_warp, const T* row) {
+    if (plan.ahead && warp.part == 0 && lane_of_warp == 0 &&
+        warp.row + plan.ahead < x.batch * x.tokens)
+        prefetch_bulk(row + static_cast<int64_t>(plan.ahead) * x.row_stride, plan.row_bytes);
+}
+
 // Where a row's heads of one kind are written: the first one, the distance to the next, the last
 // one that is; below 0 where the token has no column in the cache.
 template <typename T>
