@@ -16,6 +16,7 @@ from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import current_stream
 from offload.kernels.linear import Linear
 from offload.kernels.quant_linear import QuantLinear
+from offload.kernels.random_weight import random_stored, stored_bytes
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
@@ -78,18 +79,8 @@ def _plain(form: None, input: torch.Tensor, out: torch.Tensor) -> tuple[Any, int
 
 
 def _quantised(form: WeightFormat, input: torch.Tensor, out: torch.Tensor) -> tuple[Any, int]:
-    stored = {}
-    for name, (dtype, size) in form.stored((WIDTH, WIDTH), input.dtype).items():
-        if dtype == input.dtype:  # scales
-            stored[name] = torch.rand(size, device=input.device).to(dtype) * 0.01
-        elif name == "weight_shape":
-            stored[name] = torch.tensor((WIDTH, WIDTH))
-        else:
-            nbytes = torch.Size(size).numel() * dtype.itemsize
-            codes = torch.randint(256, (nbytes,), dtype=torch.uint8, device=input.device)
-            stored[name] = codes.view(dtype).view(size)
-    nbytes = sum(t.nbytes for name, t in stored.items() if name != "weight_shape")
-    return QuantLinear(input, form, stored, out), nbytes
+    stored = random_stored(form, (WIDTH, WIDTH), input.device, input.dtype)
+    return QuantLinear(input, form, stored, out), stored_bytes(stored)
 
 
 def attention(device: torch.device) -> Curve:

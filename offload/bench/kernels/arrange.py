@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from offload.bench.kernels.case import Case, copies, launches
-from offload.bench.kernels.dequantize import SHAPE, TINY, random_stored
+from offload.bench.kernels.dequantize import DTYPE, SHAPE, TINY
 from offload.kernels.arrange import Arrange
 from offload.kernels.panels import panels_of
+from offload.kernels.random_weight import random_stored
 from offload.kernels.weight_format import WeightFormat
 
 OP = "arrange"
@@ -32,7 +33,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         size = panels.stored(shape)["weight_panels"][1]
         into = torch.empty(size, dtype=torch.uint8, device=device)
         count = copies(into.nbytes, device)
-        every = [random_stored(form, shape, device) for _ in range(count)]
+        every = [random_stored(form, shape, device, DTYPE) for _ in range(count)]
         yield Case(
             op=OP,
             shape=f"N{shape[0]} K{shape[1]} {form.name}",

@@ -8,6 +8,7 @@ import torch
 
 from offload.bench.kernels.case import Case, copies, launches
 from offload.kernels.dequantizer import Dequantize
+from offload.kernels.random_weight import random_stored, stored_bytes
 from offload.kernels.weight_format import WeightFormat
 
 OP = "dequantize"
@@ -40,45 +41,17 @@ FORMS = (
 QUICK = 5  # of them
 
 
-def random_stored(
-    form: WeightFormat, shape: tuple[int, int], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Random codes and zeros, scales of about a weight's size, on `device`."""
-    groups = form.groups(shape)[1]
-    stored = {}
-    for name, (dtype, size) in form.stored(shape, DTYPE).items():
-        if name == "weight_shape":
-            stored[name] = torch.tensor(shape)
-        elif name in ("g_idx", "weight_g_idx"):
-            order = torch.randperm(size[0], device=device) * groups // size[0]
-            stored[name] = order.to(torch.int32)
-        elif dtype == DTYPE:
-            stored[name] = torch.rand(size, device=device).to(DTYPE) * 0.01 + 0.001
-        elif name == form.scale_name:  # powers of two
-            stored[name] = torch.randint(110, 120, size, dtype=dtype, device=device)
-        else:  # e4m3 has no NaN below 127
-            length = torch.Size(size).numel() * dtype.itemsize
-            codes = torch.randint(127 if dtype.itemsize == 1 else 256, (length,), device=device)
-            stored[name] = codes.to(torch.uint8).view(dtype).view(size)
-    return stored
-
-
-def nbytes(stored: dict[str, torch.Tensor]) -> int:
-    """Of what stands for a weight."""
-    return sum(t.nbytes for name, t in stored.items() if name != "weight_shape")
-
-
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """A format a case."""
     n, k = SHAPE if device.type == "cuda" else TINY
     for form in FORMS[:QUICK] if quick else FORMS:
-        first = random_stored(form, (n, k), device)
-        size = nbytes(first)
+        first = random_stored(form, (n, k), device, DTYPE)
+        size = stored_bytes(first)
         written = n * k * DTYPE.itemsize
         # A second output, as a runtime has that fills one while the other is multiplied with.
         outs = [torch.empty(n, k, dtype=DTYPE, device=device) for _ in range(2)]
         count = copies(size, device)
-        every = [first, *(random_stored(form, (n, k), device) for _ in range(count - 1))]
+        every = [first, *(random_stored(form, (n, k), device, DTYPE) for _ in range(count - 1))]
         order = " act order" if form.act_order else ""
         yield Case(
             op=OP,

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional
 
 from offload.bench.kernels.case import Case, copies, launches
-from offload.bench.kernels.dequantize import nbytes, random_stored
 from offload.kernels import Norm, ResidualNorm
 from offload.kernels.int8_linear import Int8Linear
 from offload.kernels.quantize_rows import QuantizeRows
+from offload.kernels.random_weight import random_stored, stored_bytes
 from offload.kernels.scale_sums import ScaleSums
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
@@ -47,10 +47,13 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 def _product(rows: int, depth: int, outputs: int, device: torch.device) -> Case:
     like: dict[str, Any] = {"dtype": DTYPE, "device": device}
-    first = random_stored(FORM, (outputs, depth), device)
-    size = nbytes(first)
+    first = random_stored(FORM, (outputs, depth), device, DTYPE)
+    size = stored_bytes(first)
     count = copies(size + 2 * rows * (depth + outputs), device)
-    every = [first, *(random_stored(FORM, (outputs, depth), device) for _ in range(count - 1))]
+    every = [
+        first,
+        *(random_stored(FORM, (outputs, depth), device, DTYPE) for _ in range(count - 1)),
+    ]
     x, out = torch.randn(rows, depth, **like), torch.empty(rows, outputs, **like)
     workspace = Workspace(device)
     calls = [Int8Linear(x, FORM, stored, out, workspace=workspace) for stored in every]

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional
 
 from offload.bench.kernels.case import Case, Rates, copies, launches, seconds
-from offload.bench.kernels.dequantize import nbytes, random_stored
 from offload.kernels.call import Call, current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.panels import in_rows
 from offload.kernels.quant_gemm import QuantGemm
+from offload.kernels.random_weight import random_stored, stored_bytes
 from offload.kernels.weight_format import WeightFormat
 
 OP = "quant_gemm"
@@ -38,12 +38,12 @@ class Weights:
         self.form = WeightFormat(named.kind, "panels", named.block, named.zero_points)
         self.shapes, self.device = shapes, device
         first = self._stored()
-        self.nbytes = sum(map(nbytes, first))
+        self.nbytes = sum(map(stored_bytes, first))
         self.count = copies(self.nbytes, device)
         self.every = [first, *(self._stored() for _ in range(self.count - 1))]
 
     def _stored(self) -> list[dict[str, torch.Tensor]]:
-        return [random_stored(self.form, (n, k), self.device) for k, n in self.shapes]
+        return [random_stored(self.form, (n, k), self.device, DTYPE) for k, n in self.shapes]
 
     def inputs(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Input and output of each matrix."""
