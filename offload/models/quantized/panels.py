@@ -100,7 +100,7 @@ def _rearrange(
     after: Any = new.expression
     ends = [end for end, _ in before.parts]
     parameters: dict[str, Any] = module._parameters
-    stored = {end: parameters.pop(part).detach() for end, part in zip(ends, old.parts, strict=True)}
+    stored = {end: parameters[part].detach() for end, part in zip(ends, old.parts, strict=True)}
     form, shape, scratch = before.decode.form, before.decode.shape, forward.scratch
     device = stored[form.scale_name].device
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -109,6 +109,8 @@ def _rearrange(
         size = dict(after.parts)["weight_panels"].shape
         panels = values["weight_panels"] = scratch.view(0, size, torch.uint8, device)
         Arrange(form, stored, shape, panels).launch(current_stream(device))
+        for part in old.parts:  # now that nothing more can run out of memory
+            del parameters[part]
         for end, part, (name, like) in zip(ends, new.parts, after.parts, strict=True):
             memory = stored[end].view(-1).view(torch.uint8).view(like.dtype).view(like.shape)
             memory.copy_(values[name])
