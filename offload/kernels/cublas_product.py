@@ -75,9 +75,7 @@ class CublasProduct:
         return _product(self._x[rows], self._w[:, columns], out, added)
 
     def _look_up(self) -> tuple[Callable[[], Any], ...]:
-        key, device = self._key(), self._x.device
-        if captured(device):
-            return self.calls(tuning.table(device.index or 0).get(key) or WHOLE)
+        device = self._x.device
         times: dict[Choice, float] = {}
 
         def candidates() -> tuple[Choice, ...]:
@@ -87,12 +85,11 @@ class CublasProduct:
             worth = GAIN * times[WHOLE]
             return tuple(way for way, us in times.items() if way == WHOLE or us < worth)
 
-        try:
-            self.choice = tuning.pick(key, device, candidates, times.__getitem__)
-        except torch.OutOfMemoryError:  # cuBLAS has scratch of its own
-            self.choice = WHOLE
-        self._calls = self.calls(self.choice)
-        return self._calls
+        choice = tuning.pick(self._key(), device, candidates, times.__getitem__, otherwise=WHOLE)
+        calls = self.calls(choice)
+        if not tuning.captured(device):  # else it may be WHOLE for want of a measurement
+            self.choice, self._calls = choice, calls
+        return calls
 
     def _run(self, choice: Choice) -> Callable[[], None]:
         calls = self.calls(choice)
@@ -148,8 +145,3 @@ def cut(size: int, count: int) -> list[slice]:
 def measurable(x: torch.Tensor) -> bool:
     """Whether a product of these rows is worth a measurement."""
     return x.device.type == "cuda" and x.shape[0] >= MEASURED_ROWS
-
-
-def captured(device: torch.device) -> bool:
-    """Whether what is issued now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

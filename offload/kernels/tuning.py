@@ -311,23 +311,46 @@ def time_turns(
     ]
 
 
+def captured(device: torch.device) -> bool:
+    """Whether what is issued now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def pick(
     key: Key,
     device: torch.device,
     candidates: Callable[[], tuple[Choice, ...]],
     measure: Callable[[Choice], float],
     refine: Callable[[Choice], tuple[Choice, ...]] = lambda choice: (),
+    *,
+    otherwise: Choice,
 ) -> Choice:
     """The quickest way for `key`: from the table, else measured now and kept.
 
     `candidates` are measured, then what `refine` makes of the best three of them, by `measure`,
-    which returns microseconds. A candidate that fails is left out. Raises RuntimeError where all
-    fail.
+    which returns microseconds. A candidate that fails is left out. Where nothing is kept and
+    nothing can be measured now, while a graph is captured or for lack of memory, the answer is
+    `otherwise`, which is not kept. Raises RuntimeError where all candidates fail.
     """
-    kept = table(device.index or 0)
-    found = kept.get(key)
+    found = table(device.index or 0).get(key)
     if found is not None:
         return found
+    if captured(device):
+        return otherwise
+    try:
+        return _measured(key, device, candidates, measure, refine)
+    except torch.OutOfMemoryError:
+        return otherwise
+
+
+def _measured(
+    key: Key,
+    device: torch.device,
+    candidates: Callable[[], tuple[Choice, ...]],
+    measure: Callable[[Choice], float],
+    refine: Callable[[Choice], tuple[Choice, ...]],
+) -> Choice:
+    """The quickest way for `key`, measured now and kept."""
     timed: list[tuple[float, Choice]] = []
     failed: list[str] = []
 
@@ -350,6 +373,7 @@ def pick(
     us, best = min(timed, key=lambda entry: entry[0])
     cublas = min((us for us, c in timed if c.way in ("cublas", "whole")), default=None)
     chosen = Choice(best.way, best.variant, best.splits, round(us, 2), cublas and round(cublas, 2))
+    kept = table(device.index or 0)
     kept.keep(key, chosen)
     log.debug("%s: %s; %s", key, chosen, kept)
     return chosen
@@ -368,11 +392,8 @@ def choose(
     """As `pick`, timing the `launches` of `copies`, so many of a product with `weight_bytes` of
     weights that none finds its own in L2 when its turn comes; `candidates` are seen from one.
 
-    The own kernel, by the library's guess, where nothing is kept and it cannot be measured now:
-    while a graph is captured, or without room for the copies.
+    Where nothing is kept and nothing can be measured now, the own kernel, by the library's guess.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return table(device.index or 0).get(key) or OWN
     made: list[T] = []
 
     def first() -> tuple[Choice, ...]:
@@ -383,7 +404,4 @@ def choose(
         workspace = Workspace(device)
         return time_products([launches(copy, choice, workspace) for copy in made], device)
 
-    try:
-        return pick(key, device, first, measure, refine)
-    except torch.OutOfMemoryError:
-        return OWN
+    return pick(key, device, first, measure, refine, otherwise=OWN)

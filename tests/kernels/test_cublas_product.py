@@ -209,13 +209,13 @@ def test_what_is_not_measured(table: tuning.Table, monkeypatch: pytest.MonkeyPat
 
     call = product(600, 24, 600)
     with monkeypatch.context() as capture:
-        capture.setattr(cublas_product, "captured", lambda device: True)
+        capture.setattr(tuning, "captured", lambda device: True)
         call.launch()
         assert call.choice is None and right(call) and clock.measured == 0
     call.launch()  # what was captured is not what is done for good
     assert call.choice is not None and call.choice.way == "rows" and clock.measured == 1
     with monkeypatch.context() as capture:
-        capture.setattr(cublas_product, "captured", lambda device: True)
+        capture.setattr(tuning, "captured", lambda device: True)
         cuts: list[int] = []
         capture.setattr(cublas_product, "cut", lambda *a: cuts.append(a[1]) or cut(*a))
         later = product(600, 24, 600)

@@ -143,7 +143,6 @@ def test_every_way_that_is_measured_computes_the_same_product(
         tried.append(len(products))
         return 1.0
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: 3)
     monkeypatch.setattr(tuning, "time_products", time)
     made: list[Any] = []

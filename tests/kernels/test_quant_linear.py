@@ -95,7 +95,6 @@ def test_both_ways_are_measured_on_weights_of_their_own(
     table = tuning.Table("a GPU")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "table", lambda device: table)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: 3)
     monkeypatch.setattr(tuning, "time_products", time)
     before = {name: tensor.clone() for name, tensor in STORED.items()}
