@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from offload.models.fused.decode import DecodeSession
 from offload.models.fused.padding import Holes, Padding, PaddingCheck, read_padding
-from offload.models.fused.step import Step
+from offload.models.fused.step import Step, cache_argument
 from offload.models.kv.cache import adopt, dtype_of, layers_of, new_cache, session_of
 from offload.models.kv.host_kv import HostKv
 from offload.models.specs.spec import ModelSpec
@@ -69,71 +70,59 @@ class Request:
         in a `step` that was begun with these arguments, the check is under way. `host`: where the
         last rows' keys and values go, in a cache that becomes one of KvLayers.
         """
-        config = holder.config
-        for name, value in given.items():
-            if name not in _SERVED and value is not None and value is not False:
-                if name == "is_causal" and value is True:
-                    continue
-                raise Unserved(f"the argument {name}")
-        for name in ("output_attentions", "output_hidden_states"):
-            if getattr(config, name, False):
-                raise Unserved(f"config.{name}")
-        if getattr(config, "_attn_implementation", None) != spec.attention:
-            raise Unserved(f"the attention implementation {config._attn_implementation!r}")
-        if holder.training:
-            raise Unserved("training mode")
+        _check_mode(given, holder, spec)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         batch, tokens, device = _shape(ids, embeddings, dtype)
         if torch.is_autocast_enabled(device.type):
             raise Unserved("autocast")
-        cache = given.get("cache")
-        if cache is None:
-            cache = given.get("past_key_values")
-        use_cache = given.get("use_cache")
-        use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
-        if cache is not None and not use_cache:
-            raise Unserved("a cache that is not to be used")
-        if cache is not None and not isinstance(cache, DynamicCache):
-            raise Unserved(f"a cache of the kind {type(cache).__name__}")
+        config = holder.config
+        cache = _given_cache(given, config)
         past = 0 if cache is None else cache.get_seq_length()
         if past and (kept_as := dtype_of(cache)) != dtype:
             raise Unserved(f"a cache in {kept_as} beside {dtype}")
         mask = given.get("attention_mask")
         _check_mask(mask, batch, past + tokens, device)
         session = session_of(cache, spec) if expect and past and tokens == 1 else None
-        check = None
-        if session is not None and not (session.batch == batch and past < session.capacity):
-            session = None
-        if session is not None and mask is not None:
-            padding, check = session.padding, session.check
-            if step is None:
-                check.ask(mask)
+        if session is not None and session.batch == batch and past < session.capacity:
+            padding, check = _expected_padding(session, mask, asked=step is not None)
         else:
-            padding = _padding(mask)
+            padding, check = _padding(mask), None
         if padding is not None and padding.at_end and past and tokens == 1:
             raise Unserved("an attention mask that hides the new token")
         positions = given.get("position_ids")
         if positions is None:
             positions = _positions(mask, past, tokens, device, spec)
-        elif (
-            not isinstance(positions, torch.Tensor)
-            or positions.dim() != 2
-            or positions.shape[0] not in (1, batch)
-            or positions.shape[1] != tokens
-            or positions.device != device
-        ):
-            raise Unserved("position_ids of another shape or device")
-        if cache is None:
-            cache = new_cache(spec, host=host) if use_cache else None
         else:
-            problem = adopt(cache, spec, host=host)
-            if problem is not None:
-                raise Unserved(problem)
-            if layers_of(cache)[0].batch_size not in (0, batch):
-                raise Unserved("a cache of another batch")
-        as_dict = given.get("return_dict")
-        as_dict = getattr(config, "return_dict", True) if as_dict is None else as_dict
-        return cls(ids, embeddings, positions.long(), cache, past, padding, check, not as_dict)
+            _check_positions(positions, batch, tokens, device)
+        if cache is not None:
+            _adopt(cache, spec, batch, host)
+        elif _flag(given, config, "use_cache"):
+            cache = new_cache(spec, host=host)
+        as_tuple = not _flag(given, config, "return_dict")
+        return cls(ids, embeddings, positions.long(), cache, past, padding, check, as_tuple)
+
+
+def _flag(given: Mapping[str, Any], config: Any, name: str) -> bool:
+    """What the call says of `name`, else the model's config, else True."""
+    value = given.get(name)
+    return getattr(config, name, True) if value is None else value
+
+
+def _check_mode(given: Mapping[str, Any], holder: Any, spec: ModelSpec) -> None:
+    """Refuse what is asked for beside the inputs, by an argument or in the model's config."""
+    config = holder.config
+    for name, value in given.items():
+        if name in _SERVED or value is None or value is False:
+            continue
+        if not (name == "is_causal" and value is True):
+            raise Unserved(f"the argument {name}")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise Unserved(f"config.{name}")
+    if getattr(config, "_attn_implementation", None) != spec.attention:
+        raise Unserved(f"the attention implementation {config._attn_implementation!r}")
+    if holder.training:
+        raise Unserved("training mode")
 
 
 def _shape(ids: Any, embeddings: Any, dtype: torch.dtype) -> tuple[int, int, torch.device]:
@@ -151,6 +140,24 @@ def _shape(ids: Any, embeddings: Any, dtype: torch.dtype) -> tuple[int, int, tor
     return batch, tokens, given.device
 
 
+def _given_cache(given: Mapping[str, Any], config: Any) -> DynamicCache | None:
+    cache = cache_argument(given)
+    if cache is not None and not _flag(given, config, "use_cache"):
+        raise Unserved("a cache that is not to be used")
+    if cache is not None and not isinstance(cache, DynamicCache):
+        raise Unserved(f"a cache of the kind {type(cache).__name__}")
+    return cache
+
+
+def _adopt(cache: DynamicCache, spec: ModelSpec, batch: int, host: HostKv | None) -> None:
+    """Make it a cache of KvLayers, for this batch."""
+    problem = adopt(cache, spec, host=host)
+    if problem is not None:
+        raise Unserved(problem)
+    if layers_of(cache)[0].batch_size not in (0, batch):
+        raise Unserved("a cache of another batch")
+
+
 def _check_mask(mask: Any, batch: int, columns: int, device: torch.device) -> None:
     if mask is None:
         return
@@ -160,11 +167,33 @@ def _check_mask(mask: Any, batch: int, columns: int, device: torch.device) -> No
         raise Unserved("an attention mask of another shape or device")
 
 
+def _expected_padding(
+    session: DecodeSession, mask: torch.Tensor | None, asked: bool
+) -> tuple[Padding | None, PaddingCheck | None]:
+    """That of the step before, and its check against the mask; `asked`: it is under way."""
+    if mask is None:
+        return None, None
+    if not asked:
+        session.check.ask(mask)
+    return session.padding, session.check
+
+
 def _padding(mask: torch.Tensor | None) -> Padding | None:
     try:
         return None if mask is None else read_padding(mask)
     except Holes as problem:
         raise Unserved(str(problem)) from problem
+
+
+def _check_positions(positions: Any, batch: int, tokens: int, device: torch.device) -> None:
+    if (
+        not isinstance(positions, torch.Tensor)
+        or positions.dim() != 2
+        or positions.shape[0] not in (1, batch)
+        or positions.shape[1] != tokens
+        or positions.device != device
+    ):
+        raise Unserved("position_ids of another shape or device")
 
 
 def _positions(

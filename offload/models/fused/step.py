@@ -30,9 +30,7 @@ class Step:
         """From a call's arguments by name, if nothing that is written for them on `stream` could
         harm: it goes into the session's own buffers, behind the cache's end.
         """
-        cache: Any = given.get("cache")
-        if cache is None:
-            cache = given.get("past_key_values")
+        cache = cache_argument(given)
         session = session_of(cache, spec) if type(cache) is DynamicCache else None
         if session is None or given.get("inputs_embeds") is not None:
             return None
@@ -58,6 +56,12 @@ class Step:
         ):
             return cls(session, ids, positions, mask, past)
         return None
+
+
+def cache_argument(given: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments by name: transformers' releases name it differently."""
+    cache = given.get("cache")
+    return given.get("past_key_values") if cache is None else cache
 
 
 def _fits(
