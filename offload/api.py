@@ -5,44 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from offload import aio, kernels
+from offload.assemble import offload_built, pack_home
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
-from offload.device import ComputeDevice, compute_device
-from offload.errors import UnsupportedError
+from offload.engine_choice import choose_engine
 from offload.models.build import build_model
-from offload.models.fused.decoder import FusedEngine
-from offload.models.hooked import PassOwner
-from offload.models.install import install
-from offload.models.kv.host_kv import HostKv
-from offload.models.parts import ModelParts, take_apart
-from offload.models.quantized.layer import adjacent
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
-from offload.models.specs.describe import describe
-from offload.models.specs.spec import CannotExpress, ModelSpec
 from offload.offloaded import Offload
 from offload.packed import quantised_checkpoint
-from offload.placement import column_bytes, own_tier_modules, place
-from offload.row_copies import row_copies
-from offload.scheduler.plan import (
-    Plan,
-    Tier,
-)
+from offload.placement import own_tier_modules
 from offload.scheduler.setting import Goal
-from offload.scheduler.stream import Stream
-from offload.sizes import format_size
-from offload.store import WeightStore
-from offload.store.folder import default_folder
-from offload.store.layout import Layer
-from offload.store.pack import Pack, live_pack, needs_pack
 
 
 def run(
@@ -159,15 +137,9 @@ def run(
     # Tensors made in inference mode would be of no use outside of it.
     with torch.inference_mode(False):
         if isinstance(model, PreTrainedModel):
-            _check_live(model, config, model_class, revision)
-            if wishes is not None:
-                raise ValueError(
-                    "quantization belongs to a folder or hub id, not to a live model: save it, and "
-                    "run its folder"
-                )
+            _check_live(model, config, wishes, model_class, revision)
             return offload_built(model, None, config)
         folder = resolve_model(model, revision, trust_remote_code)
-        checkpoint = open_checkpoint(folder, read_method)
         build = partial(
             build_model,
             dtype=config.dtype,
@@ -175,20 +147,32 @@ def run(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+        checkpoint = open_checkpoint(folder, read_method)
         network = build(checkpoint)
         if wishes is not None:
-            own_tier_modules(network, config.tiers)  # these may refuse, and quantising takes long
-            _choose_engine(network, config)
-            home = _pack_home(config)
-            checkpoint = quantised_checkpoint(network, checkpoint, wishes, home, config.compute)
+            checkpoint = _quantised(network, checkpoint, wishes, config)
             network = build(checkpoint)
             network.config._name_or_path = network.name_or_path = str(folder)
         return offload_built(network, checkpoint, config)
 
 
+def _quantised(
+    network: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes, config: OffloadConfig
+) -> Checkpoint:
+    """`checkpoint` as `wishes` have it, in the offload folder."""
+    own_tier_modules(network, config.tiers)  # these may refuse, and quantising takes long
+    choose_engine(network, config)
+    return quantised_checkpoint(network, checkpoint, wishes, pack_home(config), config.compute)
+
+
 def _check_live(
-    model: PreTrainedModel, config: OffloadConfig, model_class: Any, revision: str | None
+    model: PreTrainedModel,
+    config: OffloadConfig,
+    wishes: Wishes | None,
+    model_class: Any,
+    revision: str | None,
 ) -> None:
+    """Refuse a live model that cannot be taken over, or arguments that are for checkpoints."""
     if isinstance(getattr(model, "offload", None), Offload):
         raise ValueError(
             "this model is offloaded already; close() it and build it anew to offload it "
@@ -211,156 +195,8 @@ def _check_live(
         raise ValueError(
             "this model has parameters on the meta device: there are no weights to take over"
         )
-
-
-def offload_built(
-    network: PreTrainedModel, checkpoint: Checkpoint | None, config: OffloadConfig
-) -> PreTrainedModel:
-    """`network`, streamed as `config` says: the second half of `run`, for a model built already.
-
-    Its weights are LazyTensors, or real ones where `checkpoint` is None.
-    """
-    device = compute_device(config.compute)
-    own_tier = own_tier_modules(network, config.tiers)
-    spec, engine_reason = _choose_engine(network, config)
-    parts = take_apart(network, own_tier, adjacent(network, spec) if spec is not None else None)
-    io = aio.tuned(checkpoint.folder if checkpoint is not None else _pack_home(config))
-    placed = place(network, parts, spec, checkpoint, _pack_home(config), config, io)
-    config, plan = placed.config, placed.plan
-    layers, pack = _pack(parts, plan, checkpoint, config)
-    store = WeightStore(layers, plan, device, io)
-    try:
-        stream = Stream(store, plan.slots, _sites(parts, plan), plan.depth) if plan.slots else None
-        owner = PassOwner(stream, device, lambda: _explain_memory(plan), store.check_files)
-        install(parts, layers, plan, store, owner, device)
-        network.eval()
-        engine = None
-        if spec is not None:
-            host_kv = _host_kv(spec, network.dtype, placed.kv_cpu_bytes, config, device)
-            engine = FusedEngine(spec, parts, owner, config.compute, host_kv, placed.prefill_rows)
-        Offload(parts, plan, store, owner, device, pack, engine, engine_reason, placed.planned)
-    except BaseException:
-        store.close()
-        if pack is not None:
-            pack.remove()
-        raise
-    return network
-
-
-def _choose_engine(network: PreTrainedModel, config: OffloadConfig) -> tuple[ModelSpec | None, str]:
-    """What the fused engine is to run, or None for the model's own modules; and why.
-
-    Raises UnsupportedError where what was asked for takes the fused engine.
-    """
-    spec, why = _engine_for(network, config)
-    asked = {"kv_on_cpu": config.kv_on_cpu, "kv_dtype": config.kv_dtype if config.int8_kv else ""}
-    for name, value in asked.items():
-        if value and spec is None:
-            raise UnsupportedError(
-                f"{name}={value!r} takes the fused engine, and this model runs on {why}: leave it "
-                "out, or pass engine='fused', which runs or says what stands against it"
-            )
-    return spec, why
-
-
-def _engine_for(network: PreTrainedModel, config: OffloadConfig) -> tuple[ModelSpec | None, str]:
-    if config.engine == "transformers":
-        return None, "the model's own modules"
-    asked, compute = config.engine == "fused", config.compute
-    if compute.type == "cpu" and not asked:
-        return None, "the model's own modules, as always where the CPU computes"
-    if compute.type != "cpu":
-        problem = kernels.why_not(compute.index)
-        if problem is not None and asked:
-            raise UnsupportedError(f"engine='fused' on {compute}: {problem}")
-        if problem is not None:
-            return None, f"the model's own modules: {problem}"
-    try:
-        spec = describe(network)
-    except CannotExpress as error:
-        if asked:
-            raise UnsupportedError(
-                f"engine='fused' cannot run {type(network).__name__}: no block expresses {error}; "
-                "engine='auto' runs the model's own modules then"
-            ) from error
-        return None, f"the model's own modules: no fused block expresses {error}"
-    if compute.type == "cpu":
-        return spec, "asked for; on a CPU every kernel is its reference"
-    return spec, f"the family {spec.family} on fused kernels"
-
-
-def _host_kv(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    kv_cpu_bytes: int,
-    config: OffloadConfig,
-    device: ComputeDevice,
-) -> HostKv | None:
-    if not config.kv_on_cpu:
-        return None
-    # One size for all layers, so that any layer's next cache finds a block.
-    sizes = column_bytes(spec, dtype, config)
-    row = kv_cpu_bytes * max(sizes) // (sum(sizes) * config.kv_on_cpu)
-    lock: Literal["auto", False] = "auto" if config.compute.type == "cuda" else False
-    copies, streamed = row_copies(device), config.streamed_kv
-    return HostKv(config.gpu_sequences, row, copies, lock, config.int8_kv, streamed)
-
-
-def _pack_home(config: OffloadConfig) -> Path:
-    return Path(config.offload_folder or default_folder() / "packs")
-
-
-def _pack(
-    parts: ModelParts, plan: Plan, checkpoint: Checkpoint | None, config: OffloadConfig
-) -> tuple[list[Layer], Pack | None]:
-    """The layers with every NVMe tensor in a file as plain bytes; and the pack that must go when
-    the model is closed.
-    """
-    layers = [part.layer for part in parts.layers]
-    wanted = [
-        layer if tier is Tier.NVME else Layer(layer.name, (), 0)
-        for layer, tier in zip(layers, plan.tiers, strict=True)
-    ]
-    if not any(needs_pack(layer) for layer in wanted):
-        return layers, None
-    home = _pack_home(config)
-    if checkpoint is None:
-        pack = live_pack(home)
-    else:
-        key = checkpoint.fingerprint(
-            dtype=parts.model.dtype,
-            kind=type(parts.model).__name__,
-            transformers=transformers.__version__,
+    if wishes is not None:
+        raise ValueError(
+            "quantization belongs to a folder or hub id, not to a live model: save it, and run its "
+            "folder"
         )
-        pack = Pack(home, key)
-    try:
-        sources = pack.write(wanted)
-    except BaseException:
-        if checkpoint is None:
-            pack.remove()
-        raise
-    return [layer.with_sources(sources) for layer in layers], pack if checkpoint is None else None
-
-
-def _sites(parts: ModelParts, plan: Plan) -> list[int]:
-    """The layers in the order in which they are expected to run, one entry a place of use; resident
-    ones left out.
-    """
-    return [
-        index
-        for index, (part, tier) in enumerate(zip(parts.layers, plan.tiers, strict=True))
-        if tier is not Tier.DEVICE
-        for _ in part.modules
-    ]
-
-
-def _explain_memory(plan: Plan) -> str:
-    return (
-        f"offload: on the compute device stand {format_size(plan.outside_bytes)} outside the "
-        f"layers, {plan.count(Tier.DEVICE)} resident "
-        f"layers of {format_size(plan.weight_bytes(Tier.DEVICE))}, and {plan.slots} slots of "
-        f"{format_size(plan.slot_bytes)}; "
-        f"{format_size(plan.reserve_bytes)} was kept free for activations and KV cache. Lower the "
-        f"batch or the length, or pass the "
-        "batch_size and max_length that you use, or a smaller max_memory[0] or prefetch"
-    )

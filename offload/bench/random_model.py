@@ -50,7 +50,7 @@ def tensor_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
 def random_model(
     config: PreTrainedConfig, maker: torch.device, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """The model with a `LazyTensor` for every weight, as `offload.api.offload_built` takes it."""
+    """The model with a `LazyTensor` for every weight, as `offload_built` takes it."""
     dtype = _dtype(config)
     state = {
         name: LazyTensor(_promise(name, shape, dtype, maker))

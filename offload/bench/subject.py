@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offload.api import offload_built
+from offload.assemble import offload_built
 from offload.bench.files import drop_cache, weight_files
 from offload.bench.random_model import random_model, write_random_checkpoint
 from offload.bench.random_quantised import with_random_codes

@@ -33,7 +33,9 @@ MAY_REACH["budget"] = MAY_REACH["config"] | {"config"}
 MAY_REACH["planned"] = MAY_REACH["models"] | {"config", "measure", "models"}
 MAY_REACH["placement"] = MAY_REACH["planned"] | {"budget", "planned"}
 MAY_REACH["offloaded"] = MAY_REACH["models"] | {"measure", "models", "report"}
-MAY_REACH["api"] = set(MAY_REACH) - {"build_report", "version"}
+MAY_REACH["engine_choice"] = MAY_REACH["models"] | {"config", "models"}
+MAY_REACH["assemble"] = set(MAY_REACH) - {"build_report", "packed", "version"}
+MAY_REACH["api"] = MAY_REACH["assemble"] | {"assemble", "packed"}
 # These stand on everything, and nobody on them: the package's face, and its commands.
 TOP = {"", "__main__", "bench", "cli", "commands"}
 # What is no Python of this package: the scheduler decides, and leaves doing to others.
