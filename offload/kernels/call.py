@@ -6,12 +6,19 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from offload.kernels import structs
 from offload.kernels.library import library
+
+
+class Launchable(Protocol):
+    """What can be issued again and again."""
+
+    def launch(self, stream: int = 0) -> None:
+        """Issue it on `stream` (a cudaStream_t as a number; the CPU has none)."""
 
 
 class Call:

@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
+from offload.kernels.call import Launchable
 from offload.measure.compute import hbm_rates, product_rate
 
 # More than any L2, so that a copy's bytes have left it when its turn comes again.
@@ -22,12 +23,6 @@ SETTLE_SECONDS = 0.02
 
 # Peers of this name are measured only where asked: compiling takes longer than measuring.
 COMPILED = "compile"
-
-
-class Launches(Protocol):
-    """What `launches` needs of a call."""
-
-    def launch(self, stream: int = 0) -> None: ...
 
 
 @dataclass
@@ -57,7 +52,7 @@ def copies(nbytes: int, device: torch.device | str = "cuda") -> int:
     return min(MOST_COPIES, max(3, -(-ROTATION // max(1, nbytes))))
 
 
-def launches(calls: Sequence[Launches]) -> Callable[[int], None]:
+def launches(calls: Sequence[Launchable]) -> Callable[[int], None]:
     """A function for `Case.ours` that launches call i on torch's current stream."""
 
     def launch(i: int) -> None:

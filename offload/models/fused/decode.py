@@ -8,14 +8,15 @@ from operator import attrgetter, is_
 import torch
 
 from offload.kernels import Norm
-from offload.kernels.call import current_stream
+from offload.kernels.call import Launchable, current_stream
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.step_inputs import StepInputs
 from offload.kernels.workspace import Workspace
+from offload.models.fused.cpu_rows import CpuRows
 from offload.models.fused.decode_graph import LaunchGraph
 from offload.models.fused.entry import Entry
 from offload.models.fused.host_rows import CpuWork, HostRows
-from offload.models.fused.layer_calls import Launched, LayerCalls, Rows
+from offload.models.fused.layer_calls import LayerCalls, Rows
 from offload.models.fused.layer_weights import LayerWeights
 from offload.models.fused.padding import Padding, PaddingCheck
 from offload.models.fused.streamed_rows import StreamedRows
@@ -60,13 +61,13 @@ class DecodeSession:
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
-        self._calls: dict[tuple[int, int | None], list[Launched]] = {}
+        self._calls: dict[tuple[int, int | None], list[Launchable]] = {}
         self._last_norm: ResidualNorm | None = None
         self._rows = rows = Rows(self.batch, first.dtype, self.device)
         with torch.inference_mode(False):
             self.entry = Entry(rows("hidden", spec.hidden))
             self._start = torch.zeros_like(self.entry.length) if padded else None
-            self._on_cpu: HostRows | StreamedRows | None = None
+            self._on_cpu: CpuRows | None = None
             host = layers[0].common.host
             if layers[0].rows_on_cpu and streamed is not None:
                 self._on_cpu = StreamedRows(

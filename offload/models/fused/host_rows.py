@@ -79,8 +79,8 @@ class CpuWork:
 
 
 class HostRows:
-    """The last rows of a session's batch: their queries, keys and values go down, what attention
-    makes of them comes up.
+    """`CpuRows` to which CPU cores attend: queries, keys and values go down, and the result of
+    attention comes up.
 
     One set of buffers serves all layers of a shape, since each layer's result is waited for before
     the next layer's queries are made.
@@ -108,11 +108,10 @@ class HostRows:
         self.column = torch.zeros(1, dtype=torch.int32, device=entry.hidden.device)
 
     def expect(self, padding: Padding | None) -> None:
-        """The next steps' padding, of all rows."""
         if self._start is not None and padding is not None:
             self._start.copy_(padding.start[-self.count :])
 
-    def exchange(self, index: int, spec: LayerSpec) -> Exchange:
+    def staging(self, index: int, spec: LayerSpec) -> Exchange:
         """The buffers of the layer `index`, and of others of its layout."""
         layout = spec.layout
         key = layout.heads, layout.kv_heads, layout.head_dim
@@ -123,10 +122,7 @@ class HostRows:
     def attention(
         self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
     ) -> HostCall:
-        """The call that puts the attention of the layer `index` in out [rows, width], behind the
-        launch of its exchange.
-        """
-        exchange = self.exchange(index, spec)
+        exchange = self.staging(index, spec)
         if index not in self._attentions:  # one for all slots
             self._attentions[index] = self._make(index, spec, slopes, exchange)
         return HostCall(self, exchange, self._attentions[index], out, first=index == 0)

@@ -10,21 +10,18 @@ import torch
 
 from offload.kernels import Norm
 from offload.kernels.attention import DecodeAttention
-from offload.kernels.call import Call
+from offload.kernels.call import Call, Launchable
 from offload.kernels.int8_linear import Int8Linear
 from offload.kernels.linear import Linear
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
 from offload.kernels.workspace import Workspace
+from offload.models.fused.cpu_rows import CpuRows
 from offload.models.fused.entry import Entry
-from offload.models.fused.host_rows import Exchange, HostCall, HostRows
 from offload.models.fused.layer_weights import LayerWeights, Product
-from offload.models.fused.streamed_rows import Attending, Sending, StreamedRows
 from offload.models.quantized.layer import Filling
 from offload.models.specs.spec import LayerSpec, ModelSpec
-
-Launched = Call | Filling | Exchange | HostCall | Sending | Attending
 
 
 class Rows:
@@ -55,59 +52,23 @@ class LayerCalls:
     values: Sequence[torch.Tensor]
     start: torch.Tensor | None
     slopes: dict[tuple[float, ...], torch.Tensor]
-    on_cpu: HostRows | StreamedRows | None
+    on_cpu: CpuRows | None
     rows: Rows
     workspace: Workspace
 
-    def layer(self, index: int, weights: LayerWeights, ahead: Launched | None) -> list[Launched]:
+    def layer(
+        self, index: int, weights: LayerWeights, ahead: Launchable | None
+    ) -> list[Launchable]:
         """The calls of a layer, in the order of their launch, behind the call `ahead`."""
         spec, layout = self.spec.layers[index], self.spec.layers[index].layout
-        keys, values = self.keys[index], self.values[index]
         qkv = self.rows("qkv", layout.width)
-        query = self.rows("query", layout.heads * layout.head_dim)
         attended = self.rows("attended", layout.heads * layout.head_dim)
         chain = Chain(ahead)
         self._multiply(chain, self.entry.hidden, weights.qkv, qkv, norm=weights.attention_norm)
-        split = keys.shape[0]
-        join: HostCall | Attending | None = None
+        join = None
         if self.on_cpu is not None:  # first of all, for that takes longest
-            exchange = self.on_cpu.exchange(index, spec)
-            below, column = slice(split, None), self.on_cpu.column
-            new_query, new_keys, new_values = exchange.staged
-            self._append(chain, spec, weights, below, qkv, new_query, new_keys, new_values, column)
-            chain.put(exchange)
-            slopes = None if spec.slopes is None else self.slopes[spec.slopes]
-            join = self.on_cpu.attention(index, spec, slopes, attended[split:])
-        if split:
-            own = slice(None, split)
-            query = query[:split]
-            self._append(
-                chain,
-                spec,
-                weights,
-                own,
-                qkv,
-                query.view(split, 1, layout.heads, layout.head_dim),
-                keys,
-                values,
-                self.entry.column,
-            )
-            heads = (split, layout.heads, layout.head_dim)
-            chain.add(
-                DecodeAttention,
-                query.view(heads),
-                keys,
-                values,
-                attended[:split].view(heads),
-                length=self.entry.length[:split],
-                start=None if self.start is None else self.start[:split],
-                scale=spec.scale,
-                slopes=None if spec.slopes is None else self.slopes[spec.slopes],
-                softcap=spec.softcap,
-                window=spec.window,
-                workspace=self.workspace,
-                even=self.start is None,
-            )
+            join = self._start_on_cpu(chain, index, weights, qkv, attended)
+        self._attend(chain, index, weights, qkv, attended)
         inner = self.rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
         if spec.parallel:  # the MLP reads what came in, before anything is added to it
             self._widen(chain, spec, weights, inner, None)
@@ -121,19 +82,74 @@ class LayerCalls:
         self._add(chain, inner, weights.mlp_out, weights.mlp_norm_out, weights.mlp_sum_norm)
         return chain.calls
 
+    def _start_on_cpu(
+        self,
+        chain: Chain,
+        index: int,
+        weights: LayerWeights,
+        qkv: torch.Tensor,
+        attended: torch.Tensor,
+    ) -> Launchable:
+        """Send off new queries, keys and values of the rows in CPU memory. Returns the call that
+        waits for their attention and puts it in `attended`: for later in the chain.
+        """
+        assert self.on_cpu is not None
+        spec, split = self.spec.layers[index], self.keys[index].shape[0]
+        staging = self.on_cpu.staging(index, spec)
+        below = slice(split, None)
+        self._append(chain, spec, weights, qkv, below, staging.staged, self.on_cpu.column)
+        chain.put(staging)
+        return self.on_cpu.attention(index, spec, self._slopes(spec), attended[below])
+
+    def _attend(
+        self,
+        chain: Chain,
+        index: int,
+        weights: LayerWeights,
+        qkv: torch.Tensor,
+        attended: torch.Tensor,
+    ) -> None:
+        """Attention of the rows whose keys and values are on the compute device."""
+        spec, layout = self.spec.layers[index], self.spec.layers[index].layout
+        keys, values = self.keys[index], self.values[index]
+        split = keys.shape[0]
+        if not split:
+            return
+        own, heads = slice(None, split), (split, layout.heads, layout.head_dim)
+        query = self.rows("query", layout.heads * layout.head_dim)[own].view(heads)
+        into = query[:, None], keys, values
+        self._append(chain, spec, weights, qkv, own, into, self.entry.column)
+        chain.add(
+            DecodeAttention,
+            query,
+            keys,
+            values,
+            attended[own].view(heads),
+            length=self.entry.length[own],
+            start=None if self.start is None else self.start[own],
+            scale=spec.scale,
+            slopes=self._slopes(spec),
+            softcap=spec.softcap,
+            window=spec.window,
+            workspace=self.workspace,
+            even=self.start is None,
+        )
+
+    def _slopes(self, spec: LayerSpec) -> torch.Tensor | None:
+        return None if spec.slopes is None else self.slopes[spec.slopes]
+
     def _append(
         self,
         chain: Chain,
         spec: LayerSpec,
         weights: LayerWeights,
-        rows: slice,
         qkv: torch.Tensor,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        rows: slice,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         column: torch.Tensor,
     ) -> None:
         """Queries, and one column more of keys and values, of some rows of a QKV product."""
+        query, keys, values = into
         cos, sin = self.entry.angles[spec.rotary] if spec.rotary is not None else (None, None)
         chain.add(
             RotaryAppend,
@@ -251,8 +267,8 @@ class Chain:
     a product of cuBLAS; nor behind what makes a weight whole, which the next call reads.
     """
 
-    def __init__(self, ahead: Launched | None) -> None:
-        self.calls: list[Launched] = []
+    def __init__(self, ahead: Launchable | None) -> None:
+        self.calls: list[Launchable] = []
         self._ahead = ahead
 
     def add(self, kind: Callable[..., Call], *args: Any, **kwargs: Any) -> None:
@@ -266,7 +282,7 @@ class Chain:
         self.calls.append(filling)
         self._ahead = None
 
-    def put(self, call: Exchange | HostCall | Sending | Attending) -> None:
+    def put(self, call: Launchable) -> None:
         """What is no kernel: nothing begins early behind it."""
         self.calls.append(call)
         self._ahead = None

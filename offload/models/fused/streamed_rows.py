@@ -45,7 +45,7 @@ class _MadeForPlaces(Generic[K, V]):
 
 
 class StreamedRows:
-    """The last rows of a session's batch: their new keys and values go down, and those of all
+    """`CpuRows` to which the compute device attends: new keys and values go down, and those of all
     columns come up through the places of `streamed`.
 
     One set of buffers for what is new serves all layers of a shape: a layer is done when its own
@@ -96,7 +96,7 @@ class StreamedRows:
         """The point at which all that was sent down has arrived."""
         return self.writes.arriving
 
-    def exchange(self, index: int, spec: LayerSpec) -> Sending:
+    def staging(self, index: int, spec: LayerSpec) -> Sending:
         """What takes the new keys and values of a layer down."""
         if index not in self._sendings:  # one for all slots
             layout = spec.layout
@@ -109,10 +109,7 @@ class StreamedRows:
     def attention(
         self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
     ) -> Attending:
-        """The call that puts the attention of the layer `index` in out [rows, width], behind the
-        launch of its exchange.
-        """
-        return Attending(self, index, self.exchange(index, spec), spec, slopes, out)
+        return Attending(self, index, self.staging(index, spec), spec, slopes, out)
 
     def pieces(self, index: int) -> list[Piece]:
         """Those of a layer."""
