@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.scheduler.engine import KV_PIECE, CpuAttention, Engine
+from offload.scheduler.engine import CpuAttention
 from offload.scheduler.footprint import weights_of
 from offload.scheduler.hardware import Hardware
+from offload.scheduler.kv_pieces import piece_count
 from offload.scheduler.model_profile import ModelProfile
 from offload.scheduler.products import FewRows
 from offload.scheduler.setting import Job, Setting
@@ -46,7 +46,7 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
     few = FewRows(model, hardware, precision, batch, parts)
     # With few rows the norms are a part of the products.
     small = engine.small_kernels[few.rows <= OWN_ROWS]
-    issue = _issue(engine, hardware, setting, risen)
+    issue = _issue(model, hardware, job, setting)
     beside = _Beside(
         attention=attention,
         cpu=cpu / count,
@@ -98,12 +98,15 @@ class _Issue(NamedTuple):
         return self.layer + self.load
 
 
-def _issue(engine: Engine, hardware: Hardware, setting: Setting, risen: float) -> _Issue:
-    """For `risen` bytes of keys and values that come up of each layer."""
+def _issue(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) -> _Issue:
+    engine, pieces = model.engine, 0
+    if setting.cpu_sequences and setting.attention is CpuAttention.GPU:
+        # Cut when a cache is made, for the tokens that it will hold in the end.
+        head = model.kv_cpu_head_bytes(setting.precision, job.length)
+        pieces = piece_count(setting.cpu_sequences, model.kv_heads, head)
     one = hardware.launch or 0.0
     if setting.attention is CpuAttention.CPU and setting.cpu_sequences:
         one = hardware.launch_after_cores or one
-    pieces = math.ceil(risen / KV_PIECE)
     return _Issue(
         layer=one * engine.kernels * setting.decode_micro_batches
         + one * engine.piece_kernels * pieces,

@@ -14,12 +14,6 @@ class CpuAttention(str, enum.Enum):
     GPU = "gpu"  # after a way up the link in every pass
 
 
-# Keys and values that come up the link for the GPU's attention do so in pieces of so many bytes at
-# most, and there is room for so many. A millisecond of a PCIe 5 link: long beside what issuing one
-# takes, and short beside a layer of a long context, whose last piece's attention is soon done.
-KV_PIECE, KV_PIECES = 64 << 20, 2
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What it does, and counts of one layer: a machine's speed is in none of them, as what the host

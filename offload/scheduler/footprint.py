@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Protocol
 
-from offload.scheduler.engine import KV_PIECE, KV_PIECES, CpuAttention, Engine
+from offload.scheduler.engine import CpuAttention, Engine
+from offload.scheduler.kv_pieces import KV_PIECES, piece_limit
 from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precision
 from offload.scheduler.plan import CHUNKS, Budget, chunk_bytes, spread
 from offload.scheduler.setting import Job, Setting
@@ -185,10 +186,16 @@ def _masks(engine: Engine, tokens: int, rows: int, prompt: int, itemsize: int) -
     return min(kept, tokens * prompt) + itemsize * min(one, rows * prompt)
 
 
-def _rising(engine: Engine, below: int, itemsize: int) -> int:
-    """Bytes for a layer's keys and values on their way up, and in int8 for a piece made whole."""
-    piece = min(below, KV_PIECE)
-    return KV_PIECES * piece + (piece * itemsize if engine.int8_kv else 0)
+def _rising(model: ModelProfile, job: Job, setting: Setting) -> int:
+    """Bytes for keys and values on their way up the link, and in int8 for a piece made whole."""
+    sequences, precision = setting.cpu_sequences, setting.precision
+    if not sequences or setting.attention is not CpuAttention.GPU:
+        return 0
+    head = model.kv_cpu_head_bytes(precision, job.length)
+    whole = 0
+    if model.engine.int8_kv:
+        whole = model.kv_bytes(precision) * job.length // model.kv_heads
+    return piece_limit(sequences, model.kv_heads, head) * (KV_PIECES * head + whole)
 
 
 def _scores(model: ModelProfile, rows: int, prompt: int, itemsize: int) -> int:
@@ -223,7 +230,6 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     # A prompt that is read in parts keeps all of its own until its last part has met them.
     leaving = leaving_bytes(max(rows, job.prompt), on_cpu, wide if engine.int8_kv else 0)
     below = on_cpu * job.length
-    rises = setting.attention is CpuAttention.GPU and setting.cpu_sequences
     on_gpu = setting.gpu_sequences * kv_layer
     held = held_by_torch if model.allocator else _as_they_are
     return Footprint(
@@ -231,7 +237,7 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
         resident=resident + (setting.resident * BLOCK_STEP if model.allocator else 0),
         slots=setting.slots * held(slot, 1),
         kv_device=held(on_gpu // 2, 2 * len(model.layers)),
-        kv_slots=_rising(engine, setting.cpu_sequences * below, itemsize) if rises else 0,
+        kv_slots=_rising(model, job, setting),
         hidden=residuals,
         workspace=working
         + (leaving if setting.cpu_sequences else 0)

@@ -108,3 +108,7 @@ class ModelProfile:
         if not self.engine.int8_kv:
             return self.kv_bytes(precision)
         return self.kv_width + 2 * self.kv_heads * KV_SCALE
+
+    def kv_cpu_head_bytes(self, precision: Precision, tokens: int) -> int:
+        """Likewise of one KV head of a sequence of so many tokens."""
+        return -(-self.kv_cpu_bytes(precision) * tokens // self.kv_heads)

@@ -30,8 +30,9 @@ import offload
 from offload.errors import UnsupportedError
 from offload.measure.cache import rates_file
 from offload.measure.machine import this_machine
-from offload.models.kv import host_columns, host_kv, streamed_kv
+from offload.models.kv import host_columns, host_kv
 from offload.models.kv.cache import KvLayer, layers_of
+from offload.scheduler import kv_pieces
 from offload.scheduler.hardware import Hardware
 
 Folder = Callable[[str], Path]
@@ -73,7 +74,7 @@ def test_any_split_says_what_rounded_numbers_say(
         patch.setattr(engine, "prefill_rows", data.draw(st.sampled_from([None, 1, 2 * tokens])))
         patch.setattr(engine.host_kv, "copies", late := LateCopies(data.draw(st.booleans())))
         patch.setattr(engine, "_copies", late)
-        patch.setattr(streamed_kv, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
+        patch.setattr(kv_pieces, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
         got = generate(model, ids, pads, **options)
     want = generate(
         plain, ids, pads, **{exactness.name_of_cache(plain): RoundedCache(on_gpu)}, **options

@@ -24,12 +24,13 @@ import offload
 from offload.errors import BudgetError, UnsupportedError
 from offload.models.fused import prompt
 from offload.models.fused.decoder import FusedEngine
-from offload.models.kv import host_kv, streamed_kv
+from offload.models.kv import host_kv
 from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import SPARE, HostColumns, in_place
 from offload.models.kv.host_kv import HostKv
-from offload.models.kv.streamed_kv import evenly
 from offload.row_copies import HostCopies
+from offload.scheduler import kv_pieces
+from offload.scheduler.kv_pieces import evenly
 
 Folder = Callable[[str], Path]
 Pair = tuple[PreTrainedModel, PreTrainedModel]
@@ -174,9 +175,7 @@ def test_any_split_says_the_same(pair: Pair, data: st.DataObject) -> None:
         patch.setattr(engine.host_kv, "copies", late := LateCopies(data.draw(st.booleans())))
         patch.setattr(engine, "_copies", late)
         # A head's of one sequence, several heads', one sequence's, all.
-        patch.setattr(
-            streamed_kv, "KV_PIECE", data.draw(st.sampled_from([1, 9000, 20000, 1 << 26]))
-        )
+        patch.setattr(kv_pieces, "KV_PIECE", data.draw(st.sampled_from([1, 9000, 20000, 1 << 26])))
         got = generate(model, ids, pads, **options)
     assert torch.equal(got, generate(plain, ids, pads, **options))
     assert engine.unserved == {}

@@ -25,12 +25,19 @@ from offload.kernels.attention import DecodeAttention
 from offload.measure.cache import rates_file
 from offload.measure.machine import this_machine
 from offload.models.fused.decoder import FusedEngine
-from offload.models.kv import streamed_kv
 from offload.models.kv.host_kv import HostKv
-from offload.models.kv.streamed_kv import KV_PIECES, StreamedKv, Wanted, pieces_of, places_bytes
+from offload.models.kv.streamed_kv import StreamedKv, Wanted, places_bytes
 from offload.row_copies import HostCopies
+from offload.scheduler import kv_pieces
 from offload.scheduler.engine import CpuAttention
 from offload.scheduler.hardware import Hardware
+from offload.scheduler.kv_pieces import (
+    KV_PIECES,
+    largest_piece,
+    piece_count,
+    piece_limit,
+    pieces_of,
+)
 from offload.trace import KEYS_AND_VALUES, Track
 
 Folder = Callable[[str], Path]
@@ -50,7 +57,7 @@ def pair(variant_folder: Folder) -> Iterator[Pair]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of a sequence at a time."""
-    monkeypatch.setattr(streamed_kv, "KV_PIECE", 1)
+    monkeypatch.setattr(kv_pieces, "KV_PIECE", 1)
 
 
 def copies_of(engine: FusedEngine, patch: pytest.MonkeyPatch, early: bool) -> Copies:
@@ -91,7 +98,7 @@ def test_whatever_happens_between_steps(pair: Pair, data: st.DataObject) -> None
         assert close(found[1], found[0])
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(streamed_kv, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
+        patch.setattr(kv_pieces, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
         patch.setattr(engine.host_kv, "gpu_sequences", data.draw(st.integers(0, batch - 1)))
         copies_of(engine, patch, data.draw(st.booleans()))
         say(3)
@@ -159,7 +166,7 @@ def say_other_things(one: PreTrainedModel, cache: Any) -> None:
 def test_what_came_ahead_is_forgotten_once_columns_change(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], piece: int
 ) -> None:
-    monkeypatch.setattr(streamed_kv, "KV_PIECE", piece)
+    monkeypatch.setattr(kv_pieces, "KV_PIECE", piece)
     copies_of(engine_of(pair[1]), monkeypatch, early=True)
     name, ids, said = exactness.name_of_cache(pair[0]), prompts(3, 9), []
     with torch.no_grad():
@@ -176,7 +183,7 @@ def test_caches_that_take_turns_do_not_get_each_others(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     plain, model = pair
-    monkeypatch.setattr(streamed_kv, "KV_PIECE", piece)
+    monkeypatch.setattr(kv_pieces, "KV_PIECE", piece)
     copies_of(engine_of(model), monkeypatch, early=True)
     name, jobs = exactness.name_of_cache(plain), [prompts(3, 9, seed) for seed in (1, 2)]
     with torch.no_grad():
@@ -263,14 +270,18 @@ def test_a_window_brings_up_no_more_than_it_sees(
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 2**20), st.integers(0, 24))
 def test_pieces_cover_all_once(rows: int, heads: int, head_bytes: int, shift: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed_kv, "KV_PIECE", 1 << shift)
+        patch.setattr(kv_pieces, "KV_PIECE", 1 << shift)
         pieces = pieces_of(rows, heads, head_bytes)
+        asked = piece_count, largest_piece, piece_limit
+        count, largest, limit = (f(rows, heads, head_bytes) for f in asked)
     found = [(row, head) for a, b in pieces for row in range(9)[a] for head in range(9)[b]]
     assert found == [(row, head) for row in range(rows) for head in range(heads)]
-    for a, b in pieces:
-        count = (a.stop - a.start) * (b.stop - b.start)
-        assert count == 1 or count * head_bytes <= 1 << shift
-        assert (b.stop - b.start == heads) or a.stop - a.start == 1
+    sizes = [(a.stop - a.start, b.stop - b.start) for a, b in pieces]
+    assert len(sizes) == count and max(sizes) == largest
+    assert largest[0] * largest[1] <= limit
+    for some_rows, some_heads in sizes:
+        assert some_rows * some_heads == 1 or some_rows * some_heads * head_bytes <= 1 << shift
+        assert some_heads == heads or some_rows == 1
 
 
 @pytest.mark.parametrize("int8", [False, True])

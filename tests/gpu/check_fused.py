@@ -45,7 +45,7 @@ import variants  # noqa: E402
 
 import offload  # noqa: E402
 from offload import kernels  # noqa: E402
-from offload.models.kv import streamed_kv  # noqa: E402
+from offload.scheduler import kv_pieces  # noqa: E402
 
 # Half of the layers stream beside resident ones, which are graphs of one layer each.
 TIERS: dict[str, Any] = {"resident": {"": 0}, "cpu": "cpu", "nvme": "nvme", "mixed": None}
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     if options.kv_on_cpu == "gpu":
-        streamed_kv.KV_PIECE = 1
+        kv_pieces.KV_PIECE = 1
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if options.device != "cpu":

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, H200, LLAMA_2_70B, OPT_30B
 
+from offload.models.kv.streamed_kv import places_bytes
 from offload.scheduler.engine import FUSED, CpuAttention
 from offload.scheduler.footprint import footprint
+from offload.scheduler.kv_pieces import largest_piece, piece_limit
 from offload.scheduler.largest import largest
 from offload.scheduler.least import least_cpu, least_device
+from offload.scheduler.model_profile import ALIGNMENT
 from offload.scheduler.plan import Budget
 from offload.scheduler.setting import Job, Setting
 
@@ -56,7 +60,28 @@ def test_keys_and_values_in_int8() -> None:
     assert found.kv_device == 2 * 544 * 48 * KV and found.kv_cpu == 4 * 544 * 48 * codes
     assert found.workspace - plain.workspace == 2048 * (KV + 2 * codes)
     rises = footprint(model, JOB, replace(how, attention=CpuAttention.GPU))
-    assert rises.kv_slots == (2 + 2) * 4 * 544 * codes  # two places, and one made whole
+    assert rises.kv_slots == 4 * 544 * (2 * codes + KV)  # two places, and a piece made whole
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 16), st.integers(32, 128), st.integers(1, 9), st.booleans()
+)
+def test_keys_and_values_come_up_through_the_places_that_are_made(
+    sequences: int, heads: int, width: int, length: int, int8: bool
+) -> None:
+    job = Job(40_000 * length, 1)  # a sequence, or one head of it, may be more than a piece
+    how = replace(PLAIN, cpu_sequences=sequences, attention=CpuAttention.GPU)
+    engine = replace(OPT_30B.engine, int8_kv=int8)
+    model = replace(OPT_30B, engine=engine, kv_heads=heads, kv_width=2 * heads * width)
+    made = places_bytes(sequences, [(heads, width)], job.length, torch.float16, int8)
+    tensors = 2 * 4 + 2 if int8 else 2 * 2
+    found = footprint(model, job, how).kv_slots
+    head = model.kv_cpu_head_bytes(how.precision, job.length)
+    rows, some = largest_piece(sequences, heads, head)
+    even = found * rows * some // piece_limit(sequences, heads, head)
+    assert even <= made < even + tensors * ALIGNMENT
+    fewer = replace(how, cpu_sequences=sequences - 1)  # searches rely on that it rises
+    assert footprint(model, job, fewer).kv_slots <= found
 
 
 def test_passes_micro_batches_and_quantised_weights() -> None:

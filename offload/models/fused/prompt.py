@@ -15,9 +15,9 @@ from offload.models.fused.padding import Padding
 from offload.models.fused.prefill_attention import PrefillAttention
 from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import SCALE, HostColumns, quantise_into
-from offload.models.kv.streamed_kv import evenly
 from offload.models.specs.spec import Angles, LayerSpec
 from offload.row_copies import RowCopies, columns
+from offload.scheduler.kv_pieces import evenly
 
 Buffers = tuple[torch.Tensor, torch.Tensor]  # keys, values: [rows, kv_heads, columns, head_dim]
 Parts = tuple[torch.Tensor, torch.Tensor | None]  # numbers, or codes and their scales

@@ -16,9 +16,10 @@ from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
 from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import HostColumns, halves, halves_bytes, quantise_into
-from offload.models.kv.streamed_kv import Pairs, Piece, StreamedKv, Wanted, piece_bytes, pieces_of
+from offload.models.kv.streamed_kv import Pairs, StreamedKv, Wanted, piece_bytes
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.row_copies import columns
+from offload.scheduler.kv_pieces import Piece, pieces_of
 from offload.store.layout import ALIGNMENT
 
 Halves = tuple[HostColumns, HostColumns]  # keys, values

@@ -14,7 +14,7 @@ import torch
 
 from offload.models.kv.host_columns import HostColumns, halves_bytes
 from offload.models.kv.host_kv import HostKv
-from offload.scheduler.engine import KV_PIECE, KV_PIECES
+from offload.scheduler.kv_pieces import KV_PIECES, largest_piece
 from offload.sizes import format_size
 from offload.store import POISON, POISON_BYTE
 from offload.trace import Trace
@@ -22,26 +22,6 @@ from offload.trace import Trace
 KEPT_STEPS = 256  # the latest ones, of which reports have medians
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
-Piece = tuple[slice, slice]  # rows, KV heads
-
-
-def pieces_of(rows: int, heads: int, head_bytes: int) -> list[Piece]:
-    """What of a layer comes up at once: whole sequences, or some heads of one where that takes more
-    than KV_PIECE; one head, of `head_bytes`, at least.
-    """
-    sequences, some = KV_PIECE // (heads * head_bytes), max(1, KV_PIECE // head_bytes)
-    if sequences:
-        return [(slice(*span), slice(0, heads)) for span in evenly(0, rows, sequences)]
-    spans = list(evenly(0, heads, some))
-    return [(slice(row, row + 1), slice(*span)) for row in range(rows) for span in spans]
-
-
-def evenly(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-    """Spans of `most` at most, of sizes that differ by one at most."""
-    count = -(-(last - first) // most)
-    for i in range(count):
-        size = last - first
-        yield first + i * size // count, first + (i + 1) * size // count
 
 
 def piece_bytes(
@@ -53,11 +33,10 @@ def piece_bytes(
     most = whole = 0
     for heads, width in set(shapes):
         head_bytes = 2 * HostColumns.nbytes((1, 1, columns, width), dtype, int8)
-        for piece in pieces_of(rows, heads, head_bytes):
-            shape = *(part.stop - part.start for part in piece), columns, width
-            most = max(most, halves_bytes(shape, dtype, int8))
-            if int8:
-                whole = max(whole, halves_bytes(shape, dtype, False))
+        shape = *largest_piece(rows, heads, head_bytes), columns, width
+        most = max(most, halves_bytes(shape, dtype, int8))
+        if int8:
+            whole = max(whole, halves_bytes(shape, dtype, False))
     return most, whole
 
 
