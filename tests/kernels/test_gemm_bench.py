@@ -150,6 +150,17 @@ def test_what_makes_no_sense_is_one_line(arguments: list[str], text: str, capsys
     assert error.startswith("offload: error: ") and re.search(text, error)
 
 
+@pytest.mark.parametrize("arguments", [["--op", "nonsense"], ["--sweep", "--op", "nonsense"]])
+def test_a_wrong_name_is_said_before_what_is_wrong_with_the_library(
+    arguments: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "why_not", lambda device: "the library is of another version")
+    assert main(["bench", "kernels", "--device", "cuda", *arguments]) == 2
+    assert "the library is of another version" not in capsys.readouterr().err
+    assert main(["bench", "kernels", "--device", "cuda"]) == 2
+    assert "the library is of another version" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: Any) -> None:
     assert main(["bench", "kernels"]) == 2

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.commands.arguments import add_device, add_json
 from offload.commands.console import say
+
+if TYPE_CHECKING:
+    from offload.bench.kernels.run import Wanted
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -48,39 +52,20 @@ def execute(args: argparse.Namespace) -> int:
     """Measure, and print; the exit status says whether all ran."""
     import torch
 
-    from offload.bench.kernels import gemm, gemm_sweep, quant_gemm, run
-    from offload.bench.kernels.case import Rates
-    from offload.bench.result import machine
+    from offload.bench.kernels import run
 
     try:
         device = torch.device(args.device or "cuda")
     except RuntimeError as error:
         raise ValueError(f"--device {args.device}: {error}") from None
-    run.check_device(device)
     if args.out and not Path(args.out).absolute().parent.is_dir():  # before minutes of measuring
         raise FileNotFoundError(f"--out {args.out}: there is no folder for it")
-    ops = tuple(op.replace("-", "_") for op in args.op)
-    wanted = run.Wanted(device, ops, tuple(args.shape), args.quick, args.compile)
+    ops, shapes = tuple(op.replace("-", "_") for op in args.op), tuple(args.shape)
+    wanted = run.Wanted(device, ops, shapes, args.quick, args.compile)
     found: dict[str, Any]
     failed = False
-
     if args.sweep:
-        if args.quick or args.compile:
-            name = "--quick" if args.quick else "--compile"
-            raise ValueError(f"{name} is not for --sweep, which measures every variant")
-        sweeps = {gemm.OP: gemm_sweep.sweep, quant_gemm.OP: quant_gemm.sweep}
-        if len(ops) > 1 or set(ops) - sweeps.keys():
-            raise ValueError(f"--sweep is for one of the ops {' and '.join(sweeps)}")
-        if device.type != "cuda":
-            raise ValueError("the sweep needs a CUDA device")
-        rates, facts = Rates.measure(device, 1.0), machine(device)
-        tell = say if args.json else print
-        tell(run.heading(rates, facts))
-        found = {
-            "machine": facts,
-            "rates": asdict(rates),
-            "sweep": sweeps[ops[0] if ops else gemm.OP](device, rates, wanted.shape, tell),
-        }
+        found = _sweep(wanted, say if args.json else print)
     else:
         result = run.run_kernels(wanted, say)
         found, failed = result.as_dict(), result.failed
@@ -92,3 +77,28 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
     return 1 if failed else 0
+
+
+def _sweep(wanted: Wanted, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Every variant of one op; raises ValueError for what cannot be swept."""
+    from offload.bench.kernels import gemm, gemm_sweep, quant_gemm, run
+    from offload.bench.kernels.case import Rates
+    from offload.bench.result import machine
+
+    if wanted.quick or wanted.compiled:
+        name = "--quick" if wanted.quick else "--compile"
+        raise ValueError(f"{name} is not for --sweep, which measures every variant")
+    sweeps = {gemm.OP: gemm_sweep.sweep, quant_gemm.OP: quant_gemm.sweep}
+    ops, device = wanted.ops or (gemm.OP,), wanted.device
+    if len(ops) > 1 or ops[0] not in sweeps:
+        raise ValueError(f"--sweep is for one of the ops {' and '.join(sweeps)}")
+    if device.type != "cuda":
+        raise ValueError("the sweep needs a CUDA device")
+    run.check_device(device)
+    rates, facts = Rates.measure(device, 1.0), machine(device)
+    tell(run.heading(rates, facts))
+    return {
+        "machine": facts,
+        "rates": asdict(rates),
+        "sweep": sweeps[ops[0]](device, rates, wanted.shape, tell),
+    }
