@@ -125,6 +125,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 def test_readers_read_all_of_it() -> None:
     memory = HostMemory(8 << 20)
+    assert memory._cache.data_ptr() % (2 << 20) == 0  # huge pages, as the engine's
     for reader in (memory.reader(), memory.attention(2)):
         assert reader.read() >= 8 << 20
     plain = PlainReader(torch.zeros(3, 1 << 20, dtype=torch.bfloat16))

@@ -9,8 +9,10 @@ from typing import Protocol
 
 import torch
 
+from offload import aio
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import why_not_host
+from offload.kernels.scores import Scores
 from offload.memory_limits import host_memory_available
 
 KV_HEADS, HEAD_DIM, LENGTH = 8, 128, 1024
@@ -63,7 +65,7 @@ class AttentionReader:
             key_scales=None if scales is None else scales[0],
             value_scales=None if scales is None else scales[1],
             length=torch.full((batch,), length, dtype=torch.int32),
-            scale=head_dim**-0.5,
+            scores=Scores(head_dim**-0.5),
             beside_stream=True,  # as the engine attends, and its reads are measured
             read_only=group == 0,
         )
@@ -82,7 +84,9 @@ class HostMemory:
         most = min(BYTES, host_memory_available() // 8) if nbytes is None else nbytes
         sequence = 2 * KV_HEADS * LENGTH * HEAD_DIM * 2
         shape = (2, max(1, most // sequence), KV_HEADS, LENGTH, HEAD_DIM)
-        self._cache = torch.empty(shape, dtype=torch.bfloat16).fill_(0.5)
+        # As the engine's keys and values lie: in huge pages, which are read up to a tenth faster.
+        memory = aio.alloc(shape[1] * sequence, lock=False).tensor().view(torch.bfloat16)
+        self._cache = memory.view(shape).fill_(0.5)
 
     def reader(self) -> Reader:
         """Reads alone."""
