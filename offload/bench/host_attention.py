@@ -18,6 +18,7 @@ from offload.device import ComputeDevice
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import host_library
 from offload.kernels.host_pool import HostPool
+from offload.kernels.scores import Scores
 
 # More than the last-level cache, so that all is read from memory each time.
 LEAST_BYTES = 2 << 30
@@ -200,7 +201,7 @@ def _caches(shape: Shape, dtype: torch.dtype, buffer: aio.AlignedBuffer) -> torc
 def _calls(shape: Shape, caches: torch.Tensor, options: dict[str, Any]) -> list[HostAttention]:
     torch.manual_seed(0)
     query = torch.randn(shape.sequences, shape.heads, shape.head_dim).bfloat16()
-    options = {**options, "scale": shape.head_dim**-0.5}
+    options = {**options, "scores": Scores(shape.head_dim**-0.5)}
     options["length"] = torch.full((shape.sequences,), shape.tokens, dtype=torch.int32)
     if caches.dtype == torch.int8:
         for name in ("key_scales", "value_scales"):

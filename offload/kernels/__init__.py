@@ -13,6 +13,7 @@ from offload.kernels.library import KernelError, why_not
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import QkvLayout, RotaryAppend
+from offload.kernels.scores import Scores
 
 __all__ = [
     "Activation",
@@ -24,6 +25,7 @@ __all__ = [
     "QkvLayout",
     "ResidualNorm",
     "RotaryAppend",
+    "Scores",
     "why_not",
     "why_not_host",
 ]

@@ -7,6 +7,7 @@ import torch
 from offload.kernels import reference, structs
 from offload.kernels.cache_checks import check_caches
 from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
+from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 
 __all__ = ["DecodeAttention"]
@@ -25,13 +26,10 @@ class DecodeAttention(Call):
     both may be views of larger buffers. Query head h reads KV head h // (heads // kv_heads). out:
     as query, contiguous. All of one dtype (float32, float16, bfloat16); head_dim up to 512.
 
-    Row b sees column j if start[b] <= j < length[b] and, with a `window`, j >= length[b] - window.
+    Row b sees column j if start[b] <= j < length[b] and, with a window, j >= length[b] - window.
     length, start: int32 [batch] on the same device, read at launch, so that a captured launch
-    follows them; a length beyond `max_length` (default: the capacity) counts as max_length.
-    score = softcap * tanh(scale * q.k / softcap), or scale * q.k without a softcap, + slopes[h] * j
-    (ALiBi, arXiv:2108.12409); sinks[h] adds exp(sinks[h]) to the softmax's sum (arXiv:2309.17453).
-    slopes, sinks: float32 [heads]. A row that sees nothing gives zeros; what lies in columns that
-    are not seen is of no matter, NaN included.
+    follows them; a length beyond `max_length` (default: the capacity) counts as max_length. A row
+    that sees nothing gives zeros. Columns that are not seen may hold anything, NaN included.
 
     The batch's columns are split over the GPU's multiprocessors by their actual number
     (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so ragged lengths cost
@@ -57,12 +55,8 @@ class DecodeAttention(Call):
         out: torch.Tensor,
         *,
         length: torch.Tensor,
-        scale: float,
+        scores: Scores,
         start: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        softcap: float = 0.0,
-        window: int = 0,
         max_length: int | None = None,
         workspace: Workspace | None = None,
         splits: int = 0,
@@ -93,19 +87,13 @@ class DecodeAttention(Call):
         check(OP, "length", length, (batch,), query, dtype=torch.int32)
         if start is not None:
             check(OP, "start", start, (batch,), query, dtype=torch.int32)
-        for name, values in (("slopes", slopes), ("sinks", sinks)):
-            if values is not None:
-                check(OP, name, values, (heads,), query, dtype=torch.float32)
+        scores.check(OP, heads, query)
         max_length = capacity if max_length is None else max_length
         if not 1 <= max_length <= capacity:
             raise ValueError(
                 f"{OP}: max_length must be 1 to the caches' capacity of {capacity}, not "
                 f"{max_length}"
             )
-        if not 0 <= window < 2**31:
-            raise ValueError(f"{OP}: window must be 0 (none) or more, not {window}")
-        if not 0 <= softcap < float("inf"):
-            raise ValueError(f"{OP}: softcap must be 0 (none) or more, not {softcap}")
         if not 0 <= splits <= MOST_SPLITS:
             raise ValueError(f"{OP}: splits must be 0 to {MOST_SPLITS}, not {splits}")
         if not 0 <= variant < 2**31:
@@ -122,33 +110,28 @@ class DecodeAttention(Call):
             output=pointer(out),
             start=pointer(start),
             length=pointer(length),
-            slopes=pointer(slopes),
-            sinks=pointer(sinks),
+            slopes=pointer(scores.slopes),
+            sinks=pointer(scores.sinks),
             query_batch_stride=stride_of(query, 0),
             query_head_stride=stride_of(query, 1),
             cache_batch_stride=stride_of(key_cache, 0),
             cache_head_stride=stride_of(key_cache, 1),
-            scale=scale,
-            softcap=softcap,
+            scale=scores.scale,
+            softcap=scores.softcap,
             batch=batch,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             max_length=max_length,
-            window=window,
+            window=scores.window,
             splits=splits,
             variant=variant,
             even=even,
             dtype=dtype,
             launch_early=early,
         )
-        self._query, self._key_cache, self._value_cache, self._out = (
-            query,
-            key_cache,
-            value_cache,
-            out,
-        )
-        self._length, self._start, self._slopes, self._sinks = length, start, slopes, sinks
+        self._query, self._caches, self._out = query, (key_cache, value_cache), out
+        self._length, self._start, self._scores = length, start, scores
         self._ready(query.device)
         if self._on_gpu:
             self._take_workspace(Workspace(query.device) if workspace is None else workspace)
@@ -161,17 +144,11 @@ class DecodeAttention(Call):
         self.arguments.counters = pointer(self._counters)
 
     def _reference(self) -> None:
-        a = self.arguments
         result = reference.decode_attention(
             self._query,
-            self._key_cache,
-            self._value_cache,
-            length=self._length.clamp(max=a.max_length),
-            scale=a.scale,
+            *self._caches,
+            length=self._length.clamp(max=self.arguments.max_length),
+            scores=self._scores,
             start=self._start,
-            slopes=self._slopes,
-            sinks=self._sinks,
-            softcap=a.softcap,
-            window=a.window,
         )
         self._out.copy_(result)

@@ -27,6 +27,7 @@ from offload.kernels.host_library import (
 )
 from offload.kernels.host_pool import HostPool, default_pool
 from offload.kernels.library import KernelError
+from offload.kernels.scores import Scores
 
 __all__ = ["HostAttention"]
 
@@ -48,12 +49,11 @@ class HostAttention:
     contiguous. All on the CPU; head_dim up to 512.
 
     length, start (default: zeros): int32 [batch], read when the call is started. Row b sees column
-    j if start[b] <= j < length[b] and, with a `window`, j >= length[b] - window. Scores, slopes,
-    sinks and softcap are those of DecodeAttention. A row that sees nothing gives zeros; what lies
-    in columns that are not seen is of no matter, NaN included. new_key, new_value: [batch,
-    kv_heads, head_dim] of the query's dtype, any strides but the last dimension's; they become
-    column length[b] - 1 of the caches first, rounded to their dtype (int8: symmetric, scale =
-    largest magnitude / 127).
+    j if start[b] <= j < length[b] and, with a window, j >= length[b] - window. A row that sees
+    nothing gives zeros. Columns that are not seen may hold anything, NaN included. new_key,
+    new_value: [batch, kv_heads, head_dim] of the query's dtype, any strides but the last
+    dimension's; they become column length[b] - 1 of the caches first, rounded to their dtype (int8:
+    symmetric, scale = largest magnitude / 127).
 
     `start()` returns at once, `wait()` when the result is there; `launch()` is both. Tensors must
     keep their places; what they hold may change between calls, not during one (but for length and
@@ -82,16 +82,12 @@ class HostAttention:
         out: torch.Tensor,
         *,
         length: torch.Tensor,
-        scale: float,
+        scores: Scores,
         start: torch.Tensor | None = None,
         key_scales: Tensors | None = None,
         value_scales: Tensors | None = None,
         new_key: torch.Tensor | None = None,
         new_value: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        softcap: float = 0.0,
-        window: int = 0,
         pool: HostPool | None = None,
         beside_stream: bool = False,
         path: str = "auto",
@@ -108,14 +104,8 @@ class HostAttention:
         check(OP, "length", length, (batch,), query, dtype=torch.int32)
         if start is not None:
             check(OP, "start", start, (batch,), query, dtype=torch.int32)
-        for name, per_head in (("slopes", slopes), ("sinks", sinks)):
-            if per_head is not None:
-                check(OP, name, per_head, (heads,), query, dtype=torch.float32)
+        scores.check(OP, heads, query)
         _check_new(query, kv_heads, new_key, new_value)
-        if not 0 <= window < 2**31:
-            raise ValueError(f"{OP}: window must be 0 (none) or more, not {window}")
-        if not 0 <= softcap < float("inf"):
-            raise ValueError(f"{OP}: softcap must be 0 (none) or more, not {softcap}")
         if not 0 <= chunk < 2**31 or not 0 <= prefetch_distance < 2**31:
             raise ValueError(
                 f"{OP}: chunk and prefetch_distance must be 0 (chosen) or more, not {chunk} and "
@@ -126,14 +116,7 @@ class HostAttention:
                 raise ValueError(f"{OP}: {name} must be one of {', '.join(known)}, not {value!r}")
 
         self._query, self._out, self._length, self._start = query, out, length, start
-        self._new = (new_key, new_value)
-        self._options: dict[str, Any] = {
-            "scale": scale,
-            "slopes": slopes,
-            "sinks": sinks,
-            "softcap": softcap,
-            "window": window,
-        }
+        self._new, self._scores = (new_key, new_value), scores
         self._lock = threading.Lock()
         self._library: HostLibrary | None = None
         self.threads = 1
@@ -157,17 +140,17 @@ class HostAttention:
             capacities=(c_int32 * batch)(*(k.shape[1] for k in self._keys)),
             length=pointer(length),
             start=pointer(start),
-            slopes=pointer(slopes),
-            sinks=pointer(sinks),
+            slopes=pointer(scores.slopes),
+            sinks=pointer(scores.sinks),
             query_batch_stride=stride_of(query, 0),
             query_head_stride=stride_of(query, 1),
-            scale=scale,
-            softcap=softcap,
+            scale=scores.scale,
+            softcap=scores.softcap,
             batch=batch,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            window=window,
+            window=scores.window,
             query_dtype=QUERY_DTYPES[query.dtype],
             cache_dtype=CACHE_DTYPES[cache_dtype],
             path=PATHS[path],
@@ -188,7 +171,7 @@ class HostAttention:
         self.arguments = arguments
         self._job = self._library.job_create()
         # A call that is dropped while it runs keeps its tensors until it is done.
-        kept = (query, out, length, slopes, sinks, new_key, new_value, arguments)
+        kept = (query, out, length, scores, new_key, new_value, arguments)
         weakref.finalize(
             self, _drop, self._library, self._job, self.pool, self._keys, self._values, kept
         )
@@ -264,7 +247,7 @@ class HostAttention:
             value_scales=value_scales,
             length=self._length,
             start=self._start,
-            **self._options,
+            scores=self._scores,
         )
         self._out.copy_(result)
 

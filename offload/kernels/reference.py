@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from offload.kernels.norm import Norm
 from offload.kernels.qkv import QkvLayout
+from offload.kernels.scores import Scores
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -297,20 +298,15 @@ def decode_attention(
     value_cache: torch.Tensor,
     *,
     length: torch.Tensor,
-    scale: float,
+    scores: Scores,
     start: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
 ) -> torch.Tensor:
     """One query a sequence, [batch, heads, head_dim], against caches [batch, kv_heads, capacity,
     head_dim]; returns [batch, heads, head_dim].
 
     Column j of row b is seen if start[b] <= j < length[b] and, with a window, j >= length[b] -
-    window. score = softcap * tanh(scale * q.k / softcap) + slopes[h] * j; a sink adds exp(sinks[h])
-    to the softmax's sum. A row that sees nothing gives zeros. What lies in columns that are not
-    seen is of no matter, NaN included.
+    window. A row that sees nothing gives zeros. Columns that are not seen may hold anything, NaN
+    included.
     """
     q = wide(query)
     batch, heads, head_dim = query.shape
@@ -319,19 +315,20 @@ def decode_attention(
     seen = column < length[:, None]
     if start is not None:
         seen &= column >= start[:, None]
-    if window:
-        seen &= column >= length[:, None] - window
+    if scores.window:
+        seen &= column >= length[:, None] - scores.window
     seen = seen[:, None, None, :]  # [batch, 1, 1, capacity]
     k = torch.where(seen.mT, wide(key_cache), 0)
     v = torch.where(seen.mT, wide(value_cache), 0)
     q = q.view(batch, kv_heads, heads // kv_heads, head_dim)
-    score = q @ k.mT * scale  # [batch, kv_heads, group, capacity]
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    sink = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, -1, 1)
-    if slopes is not None:
+    score = q @ k.mT * scores.scale  # [batch, kv_heads, group, capacity]
+    if scores.softcap:
+        score = scores.softcap * torch.tanh(score / scores.softcap)
+    sink = None if scores.sinks is None else scores.sinks.to(q.dtype).view(1, kv_heads, -1, 1)
+    if scores.slopes is not None:
         # All less what the last column would add: far out, float32 has no digits for both.
-        slope, last = slopes.to(q.dtype).view(1, kv_heads, -1, 1), length.view(-1, 1, 1, 1) - 1
+        slope = scores.slopes.to(q.dtype).view(1, kv_heads, -1, 1)
+        last = length.view(-1, 1, 1, 1) - 1
         score = score + slope * (column - last)
         sink = None if sink is None else sink - slope * last
     score = score.masked_fill(~seen, -math.inf)
@@ -353,14 +350,10 @@ def host_attention(
     values: Sequence[torch.Tensor],
     *,
     length: torch.Tensor,
-    scale: float,
+    scores: Scores,
     key_scales: Sequence[torch.Tensor] | None = None,
     value_scales: Sequence[torch.Tensor] | None = None,
     start: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
 ) -> torch.Tensor:
     """decode_attention of sequences with a cache each, [kv_heads, capacity, head_dim], and, where
     these are int8, scales [kv_heads, capacity]; returns [batch, heads, head_dim].
@@ -376,12 +369,8 @@ def host_attention(
             key[None],
             value[None],
             length=length[row],
-            scale=scale,
+            scores=scores,
             start=None if start is None else start[row],
-            slopes=slopes,
-            sinks=sinks,
-            softcap=softcap,
-            window=window,
         )
     return out
 

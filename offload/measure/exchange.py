@@ -11,6 +11,7 @@ from offload.device import compute_device
 from offload.kernels.call import current_stream
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.scores import Scores
 from offload.row_copies import row_copies
 
 BYTES = 256 << 20  # that cores attend to first, some milliseconds
@@ -82,7 +83,7 @@ class _Attention:
             cache[1],
             result,
             length=torch.full((1,), columns, dtype=torch.int32),
-            scale=1.0,
+            scores=Scores(1.0),
             beside_stream=True,
         )
 

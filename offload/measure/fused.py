@@ -18,6 +18,7 @@ from offload.kernels.linear import Linear
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.random_weight import random_stored, stored_bytes
 from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.scores import Scores
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
 from offload.measure.compute import run_seconds
@@ -102,7 +103,7 @@ def _attention(device: torch.device, group: int) -> float:
             cache[1],
             torch.empty_like(query),
             length=torch.full((batch,), length, dtype=torch.int32, device=device),
-            scale=width**-0.5,
+            scores=Scores(width**-0.5),
             workspace=workspace,
             even=True,
         )

@@ -13,6 +13,7 @@ from typing import Any
 import host_build
 import torch
 from machines import guarded_workspace
+from scored import scored
 
 from offload.kernels import structs
 from offload.kernels.attention import COUNTERS, DecodeAttention
@@ -33,9 +34,9 @@ def run(
     of the next of these.
     """
     if machine == "host":
-        return _run_on_host(DecodeAttention(**arguments), host or next(HOSTS))
+        return _run_on_host(DecodeAttention(**scored(arguments)), host or next(HOSTS))
     workspace = Workspace(arguments["query"].device)
-    call = DecodeAttention(**arguments, workspace=workspace)
+    call = DecodeAttention(**scored(arguments), workspace=workspace)
     workspace._partials.fill_(math.nan)
     call.launch(current_stream(workspace.device))
     if machine == "cuda":

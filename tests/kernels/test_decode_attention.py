@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from machines import MACHINES, device_of, needs_gpu
+from scored import scored
 from torch.nn import functional
 
 from offload.kernels import reference
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.rotary import QkvLayout, RotaryAppend
+from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 
 EXAMPLES = {"reference": 20, "host": 20, "cuda": 400}
@@ -531,7 +533,7 @@ def test_reference_is_sdpa(dtype: torch.dtype, causal_start: bool) -> None:
         query[:, :, None], key, value, attn_mask=mask, enable_gqa=True
     )[:, :, 0]
     options = {name: a[name] for name in ("length", "start", "scale")}
-    ours = reference.decode_attention(query, key, value, **options)
+    ours = reference.decode_attention(query, key, value, **scored(options))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -550,7 +552,7 @@ def test_reference_is_the_formula(slopes: bool, sinks: bool, softcap: float) -> 
         softcap=softcap,
         window=40,
     )
-    ours = reference.decode_attention(**widened(a))
+    ours = reference.decode_attention(**scored(widened(a)))
     torch.testing.assert_close(ours, exactly(a), rtol=1e-12, atol=1e-12)
 
 
@@ -558,7 +560,7 @@ def test_reference_keeps_its_digits_far_out() -> None:
     """ALiBi's terms of thousands cancel before they are rounded."""
     a = make("reference", lengths=[30000], capacity=30000, dtype=torch.float32, slopes=True)
     a["slopes"] += 0.25
-    ours = reference.decode_attention(**a)
+    ours = reference.decode_attention(**scored(a))
     torch.testing.assert_close(ours.double(), exactly(a), rtol=1e-4, atol=1e-5)
 
 
@@ -585,7 +587,7 @@ class TestOnTheGpu:
         """Many times over, with parts of an item in many CTAs: the last one varies."""
         a = make("cuda", lengths=[9000, 30, 4000], capacity=9000, kv_heads=2, group=8, head_dim=128)
         out = torch.empty_like(a["query"])
-        call = DecodeAttention(**a, out=out)
+        call = DecodeAttention(**scored(a), out=out)
         stream = torch.cuda.current_stream().cuda_stream
         call.launch(stream)
         first = out.clone()
@@ -617,7 +619,7 @@ class TestOnTheGpu:
         a = make("cuda", lengths=[capacity] * 4, capacity=capacity, kv_heads=kv_heads, group=group)
         a["start"] = torch.zeros_like(a["length"])
         out = torch.empty_like(a["query"])
-        call = DecodeAttention(**a, out=out)
+        call = DecodeAttention(**scored(a), out=out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call.launch(torch.cuda.current_stream().cuda_stream)
@@ -646,7 +648,10 @@ class TestOnTheGpu:
             queries = [a["query"], *(torch.empty_like(a["query"]) for _ in range(8))]
             calls = [
                 DecodeAttention(
-                    **{**a, "query": before}, out=after, workspace=workspace, early=early and i > 0
+                    **scored({**a, "query": before}),
+                    out=after,
+                    workspace=workspace,
+                    early=early and i > 0,
                 )
                 for i, (before, after) in enumerate(itertools.pairwise(queries))
             ]
@@ -678,7 +683,7 @@ class TestOnTheGpu:
             value_cache=a["value_cache"],
             column=column,
         )
-        attend = DecodeAttention(**a, out=out, early=True)
+        attend = DecodeAttention(**scored(a), out=out, early=True)
         stream = torch.cuda.current_stream().cuda_stream
         for turn in range(20):
             qkv.normal_()
@@ -706,7 +711,7 @@ class TestOnTheGpu:
         query = torch.randn(batch, 2 * kv_heads, head_dim).to(both)
         out = torch.full_like(query, math.nan)
         options: dict[str, Any] = {"scale": 0.1, "window": 700}
-        call = DecodeAttention(query, both[0], both[1], out, length=length, **options)
+        call = DecodeAttention(query, both[0], both[1], out, length=length, **scored(options))
         call.launch(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         assert not out[:-1].any()
@@ -776,9 +781,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
     changes, message = WRONG[name]
-    DecodeAttention(**good())
+    DecodeAttention(**scored(good()))
     with pytest.raises((ValueError, TypeError), match=message):
-        DecodeAttention(**(good() | changes))
+        DecodeAttention(**scored(good() | changes))
 
 
 def test_head_too_large() -> None:
@@ -786,4 +791,4 @@ def test_head_too_large() -> None:
     cache = torch.zeros(1, 1, 2, 513)
     length = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="head_dim must be at most 512, not 513"):
-        DecodeAttention(large, cache, cache, large.clone(), length=length, scale=1.0)
+        DecodeAttention(large, cache, cache, large.clone(), length=length, scores=Scores(1.0))

@@ -20,6 +20,7 @@ import torch
 from accuracy import DTYPES, assert_accurate, assert_untouched, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scored import scored
 
 from offload.bench import host_attention as bench
 from offload.device import compute_device
@@ -29,6 +30,7 @@ from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import PATHS, PREFETCHES, HostLibrary, host_library
 from offload.kernels.host_pool import HostPool, default_pool
 from offload.kernels.library import KernelError
+from offload.kernels.scores import Scores
 
 CACHES = (*DTYPES, torch.int8)
 CPUS = sorted(os.sched_getaffinity(0))
@@ -127,7 +129,7 @@ def outputs(a: dict[str, Any], **options: Any) -> torch.Tensor:
     """The call's output, of which nothing was left as it was and beside which nothing changed."""
     query = a["query"]
     out, buffer = poisoned(*query.shape, dtype=query.dtype, device="cpu")
-    HostAttention(**{**a, "out": out, "pool": pool(), **options}).launch()
+    HostAttention(**scored({**a, "out": out, "pool": pool(), **options})).launch()
     assert_untouched(out, buffer)
     return out
 
@@ -147,7 +149,7 @@ def appended(a: dict[str, Any]) -> dict[str, Any]:
 def known(a: dict[str, Any]) -> dict[str, Any]:
     """Those that are the reference's."""
     left = ("pool", "path", "chunk", "prefetch", "prefetch_distance", "new_key", "new_value")
-    return {name: x for name, x in a.items() if name not in left}
+    return scored({name: x for name, x in a.items() if name not in left})
 
 
 def exactly(a: dict[str, Any]) -> torch.Tensor:
@@ -317,11 +319,13 @@ def test_special_float16(path: str) -> None:
     keys = [torch.zeros_like(x) for x in values]
     out = torch.empty_like(query)
     length = torch.ones(len(rows), dtype=torch.int32)
-    HostAttention(query, keys, values, out, length=length, scale=1.0, path=path).launch()
+    HostAttention(query, keys, values, out, length=length, scores=Scores(1.0), path=path).launch()
     assert torch.equal(out[:, 0], rows.float())
     halves = torch.empty_like(rows).view(-1, 1, 64)
     query = query.half()
-    HostAttention(query, keys, values, halves, length=length, scale=1.0, path=path).launch()
+    HostAttention(
+        query, keys, values, halves, length=length, scores=Scores(1.0), path=path
+    ).launch()
     assert torch.equal(halves[:, 0], rows)
 
 
@@ -333,7 +337,7 @@ def test_appended_rows_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
     new.view(-1)[8:11] = torch.tensor([math.nan, 3 * 2**-25, 65504])
     a = make(lengths=[1] * 64, head_dim=512, query_dtype=torch.float32, cache_dtype=dtype)
     a |= {"new_key": new, "new_value": -new}
-    outputs_of = HostAttention(**a, out=torch.empty_like(a["query"]), pool=pool())
+    outputs_of = HostAttention(**scored(a), out=torch.empty_like(a["query"]), pool=pool())
     outputs_of.launch()
     for b in range(64):
         wanted = new[b].to(dtype).nan_to_num(99, 77, -77)
@@ -362,7 +366,7 @@ def test_same_bits_whatever_the_threads() -> None:
 def test_lengths_are_read_when_it_starts() -> None:
     a = make(lengths=[64, 64], append=True)
     out = torch.empty_like(a["query"])
-    call = HostAttention(**a, out=out, pool=pool())
+    call = HostAttention(**scored(a), out=out, pool=pool())
     for n in (5, 6, 7):
         a["length"].fill_(n)
         call.start()
@@ -394,7 +398,9 @@ def test_read_only_adds_up_what_is_seen(path: str, head_dim: int, cache_dtype: t
                 )
     out = torch.full_like(a["query"], math.nan)
     for chunk in (1000,) if head_dim % 8 else (0, 16, 33, 96, 1000):  # words begin with items
-        call = HostAttention(**a, out=out, pool=pool(), path=path, read_only=True, chunk=chunk)
+        call = HostAttention(
+            **scored(a), out=out, pool=pool(), path=path, read_only=True, chunk=chunk
+        )
         call.launch()
         assert out.isnan().all()
         assert (call.checksum, call.bytes_read) == (words % 2**64, nbytes)
@@ -407,9 +413,9 @@ def test_one_tensor_for_all_sequences() -> None:
     keys, values = torch.randn(2, 3, 2, 50, 32).unbind()
     length = torch.tensor([50, 7, 30], dtype=torch.int32)
     out = torch.empty_like(query)
-    HostAttention(query, keys, values, out, length=length, scale=0.2, pool=pool()).launch()
+    HostAttention(query, keys, values, out, length=length, scores=Scores(0.2), pool=pool()).launch()
     wide = (x.double() for x in (query, keys, values))
-    exact = reference.decode_attention(*wide, length=length, scale=0.2)
+    exact = reference.decode_attention(*wide, length=length, scores=Scores(0.2))
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -422,7 +428,7 @@ def test_start_returns_at_once() -> None:
     outs = [torch.empty_like(query) for _ in range(3)]
     calls = [
         HostAttention(
-            query, [keys] * 200, [keys] * 200, out, length=length, scale=0.1, pool=pool(1)
+            query, [keys] * 200, [keys] * 200, out, length=length, scores=Scores(0.1), pool=pool(1)
         )
         for out in outs
     ]
@@ -440,7 +446,7 @@ def test_start_returns_at_once() -> None:
 def test_a_call_that_is_dropped_while_it_runs() -> None:
     for seed in range(20):
         a = make(lengths=[2000] * 8, seed=seed)
-        HostAttention(**a, out=torch.empty_like(a["query"]), pool=pool()).start()
+        HostAttention(**scored(a), out=torch.empty_like(a["query"]), pool=pool()).start()
         del a
 
 
@@ -450,7 +456,7 @@ def test_threads_calling_at_once() -> None:
     def caller(seed: int) -> None:
         a = make(lengths=[300 + seed, 5], kv_heads=2, head_dim=80, seed=seed)
         out = torch.empty_like(a["query"])
-        call = HostAttention(**a, out=out, pool=pool())
+        call = HostAttention(**scored(a), out=out, pool=pool())
         call.launch()
         first = out.clone()
         for _ in range(200):
@@ -476,7 +482,7 @@ def test_threads_are_pinned_and_sleep() -> None:
         assert sorted(min(os.sched_getaffinity(i)) for i in ids) == sorted([CPUS[0], CPUS[-1]])
         assert all(len(os.sched_getaffinity(i)) == 1 for i in ids)
         a = make(lengths=[10])
-        call = HostAttention(**a, out=torch.empty_like(a["query"]), pool=made)
+        call = HostAttention(**scored(a), out=torch.empty_like(a["query"]), pool=made)
         call.launch()
         for _ in range(1000):
             states = [Path(f"/proc/self/task/{i}/stat").read_text().split()[2] for i in ids]
@@ -504,8 +510,11 @@ def test_threads_beside_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fourteen.beside_stream(group, dtype) == threads
         a = make(lengths=[10], group=group, cache_dtype=dtype)
         out = torch.empty_like(a["query"])
-        assert HostAttention(**a, out=out, pool=fourteen, beside_stream=True).threads == threads
-        assert HostAttention(**a, out=out, pool=fourteen).threads == 14
+        assert (
+            HostAttention(**scored(a), out=out, pool=fourteen, beside_stream=True).threads
+            == threads
+        )
+        assert HostAttention(**scored(a), out=out, pool=fourteen).threads == 14
     assert [pool(n).beside_stream(1, bf16) for n in (1, 2, 3)] == [1, 2, 3]
     monkeypatch.setattr(HostLibrary, "paths", lambda self: ("portable", "avx512", "amx"))
     for group, dtype, threads in (
@@ -534,8 +543,10 @@ def test_some_of_a_pools_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             return int(text.split()[0])
 
         outs = [torch.empty_like(expected) for _ in range(6)]
-        one = [HostAttention(**a, out=out, pool=made, beside_stream=True) for out in outs[:3]]
-        every = [HostAttention(**a, out=out, pool=made) for out in outs[3:]]
+        one = [
+            HostAttention(**scored(a), out=out, pool=made, beside_stream=True) for out in outs[:3]
+        ]
+        every = [HostAttention(**scored(a), out=out, pool=made) for out in outs[3:]]
         some = [spent(thread) for thread in ids]
         for _ in range(30):
             for call in one:
@@ -557,6 +568,7 @@ import os, sys, torch
 from offload.kernels import host_library
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.library import KernelError
+from offload.kernels.scores import Scores
 import pathlib
 
 host_library.FILE = pathlib.Path(sys.argv[1])
@@ -566,7 +578,7 @@ length = torch.tensor([300, 20], dtype=torch.int32)
 
 def call():
     out = torch.empty_like(query)
-    return HostAttention(query, keys, values, out, length=length, scale=0.1), out
+    return HostAttention(query, keys, values, out, length=length, scores=Scores(0.1)), out
 
 before, first = call()
 before.launch()
@@ -710,12 +722,12 @@ def plain() -> dict[str, Any]:
 def test_bad_arguments(name: str) -> None:
     changes, words = BAD[name]
     with pytest.raises(ValueError, match=words):
-        HostAttention(**{**plain(), **changes})
+        HostAttention(**scored({**plain(), **changes}))
 
 
 def test_bad_lengths() -> None:
     a = plain()
-    call = HostAttention(**a)
+    call = HostAttention(**scored(a))
     for bad in (10, -1):
         a["length"][1] = bad
         with pytest.raises(KernelError, match=rf"length\[1\] is {bad}: it must be 0 to 9"):
@@ -740,7 +752,7 @@ def test_a_path_that_the_cpu_has_not() -> None:
     if not missing:
         pytest.skip("this CPU has all")
     with pytest.raises(KernelError, match="this CPU cannot run"):
-        HostAttention(**{**plain(), "path": missing[0]}).launch()
+        HostAttention(**scored({**plain(), "path": missing[0]})).launch()
 
 
 def test_a_library_of_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -756,12 +768,12 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(host_module, "FILE", tmp_path / "none.so")
         host_module._loaded.cache_clear()
         out = torch.empty_like(a["query"])
-        call = HostAttention(**a, out=out)
+        call = HostAttention(**scored(a), out=out)
         call.start()
         call.wait()
         assert call.done
         with pytest.raises(KernelError, match="was not built"):
-            HostAttention(**a, out=out, path="portable")
+            HostAttention(**scored(a), out=out, path="portable")
         a["length"][0] = 1000
         with pytest.raises(ValueError, match=r"length\[0\] is 1000"):
             call.start()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from offload.bench.kernels.case import Case, copies, launches, seconds
 from offload.kernels.attention import DecodeAttention
+from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 
 OP = "decode_attention"
@@ -160,7 +161,7 @@ def case(shape: Shape, device: torch.device, ways: Mapping[str, Options] | None 
                     pair[1],
                     out,
                     length=length,
-                    scale=shape.head_dim**-0.5,
+                    scores=Scores(shape.head_dim**-0.5),
                     workspace=workspace,
                     even=len(set(columns)) == 1,
                     **options,

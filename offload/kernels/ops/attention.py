@@ -9,6 +9,7 @@ import torch
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.ops.registration import define, launch
 from offload.kernels.ops.scratch import workspace
+from offload.kernels.scores import Scores
 
 
 def _attention_output(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -21,6 +22,11 @@ def _decode_attention(
     value_cache: torch.Tensor,
     length: torch.Tensor,
     scale: float,
+    *,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
     **options: Any,
 ) -> torch.Tensor:
     out = _attention_output(query)
@@ -30,7 +36,7 @@ def _decode_attention(
         value_cache,
         out,
         length=length,
-        scale=scale,
+        scores=Scores(scale, softcap, window, slopes, sinks),
         workspace=workspace(query.device),
         **options,
     )

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from offload.kernels.call import Launchable
+from offload.kernels.scores import Scores
 from offload.models.fused.padding import Padding
 from offload.models.specs.spec import LayerSpec
 
@@ -40,6 +41,6 @@ class CpuRows(Protocol):
         """What takes the new queries, keys and values of the layer `index`."""
 
     def attention(
-        self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
+        self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor
     ) -> Launchable:
         """The call that puts the attention of the layer `index` in out [rows, width]."""

@@ -14,6 +14,7 @@ import torch
 from offload.kernels.host_attention import MOST_HEAD_DIM, HostAttention
 from offload.kernels.host_library import QUERY_DTYPES
 from offload.kernels.qkv import QkvLayout
+from offload.kernels.scores import Scores
 from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
 from offload.models.kv.cache import KvLayer
@@ -119,17 +120,13 @@ class HostRows:
             self._exchanges[key] = Exchange(layout, self.count, self._like, self._copies)
         return self._exchanges[key]
 
-    def attention(
-        self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
-    ) -> HostCall:
+    def attention(self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor) -> HostCall:
         exchange = self.staging(index, spec)
         if index not in self._attentions:  # one for all slots
-            self._attentions[index] = self._make(index, spec, slopes, exchange)
+            self._attentions[index] = self._make(index, scores, exchange)
         return HostCall(self, exchange, self._attentions[index], out, first=index == 0)
 
-    def _make(
-        self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, exchange: Exchange
-    ) -> HostAttention:
+    def _make(self, index: int, scores: Scores, exchange: Exchange) -> HostAttention:
         keys, values = self._layers[index]
         assert keys is not None and values is not None
         query, new_key, new_value = exchange.sent
@@ -144,10 +141,7 @@ class HostRows:
             start=self._start,
             new_key=new_key,
             new_value=new_value,
-            scale=spec.scale,
-            slopes=None if slopes is None else slopes.cpu(),
-            softcap=spec.softcap,
-            window=spec.window,
+            scores=scores.on_cpu(),
             beside_stream=True,
         )
 

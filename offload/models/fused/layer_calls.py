@@ -16,6 +16,7 @@ from offload.kernels.linear import Linear
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
+from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 from offload.models.fused.cpu_rows import CpuRows
 from offload.models.fused.entry import Entry
@@ -73,6 +74,9 @@ class LayerCalls:
         if spec.parallel:  # the MLP reads what came in, before anything is added to it
             self._widen(chain, spec, weights, inner, None)
         if join is not None:
+            # Meanwhile the compute device has nothing else to do.
+            for product in (weights.attention_out, weights.mlp_in, weights.mlp_out):
+                self._make_whole(chain, product)
             chain.put(join)
         norms = weights.attention_norm_out, weights.attention_sum_norm
         next_norm = None if spec.parallel else weights.mlp_norm
@@ -99,7 +103,7 @@ class LayerCalls:
         below = slice(split, None)
         self._append(chain, spec, weights, qkv, below, staging.staged, self.on_cpu.column)
         chain.put(staging)
-        return self.on_cpu.attention(index, spec, self._slopes(spec), attended[below])
+        return self.on_cpu.attention(index, spec, self._scores(spec), attended[below])
 
     def _attend(
         self,
@@ -127,16 +131,14 @@ class LayerCalls:
             attended[own].view(heads),
             length=self.entry.length[own],
             start=None if self.start is None else self.start[own],
-            scale=spec.scale,
-            slopes=self._slopes(spec),
-            softcap=spec.softcap,
-            window=spec.window,
+            scores=self._scores(spec),
             workspace=self.workspace,
             even=self.start is None,
         )
 
-    def _slopes(self, spec: LayerSpec) -> torch.Tensor | None:
-        return None if spec.slopes is None else self.slopes[spec.slopes]
+    def _scores(self, spec: LayerSpec) -> Scores:
+        slopes = None if spec.slopes is None else self.slopes[spec.slopes]
+        return Scores(spec.scale, spec.softcap, spec.window, slopes)
 
     def _append(
         self,
@@ -245,8 +247,7 @@ class LayerCalls:
                 around |= {"scratch": product.weight, "workspace": self.workspace}
                 chain.add(QuantLinear, into, *weight, out, **around)
             return
-        if product.filling is not None:
-            chain.fill(product.filling)
+        self._make_whole(chain, product)
         chain.add(
             Linear,
             into,
@@ -257,6 +258,11 @@ class LayerCalls:
             workspace=self.workspace,
             **around,
         )
+
+    def _make_whole(self, chain: Chain, product: Product) -> None:
+        """What a product with its whole weight takes before; nothing if that was put earlier."""
+        if product.filling is not None and product.as_stored(self.rows.batch) is None:
+            chain.fill(product.filling)
 
 
 class Chain:

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from offload.kernels.attention import DecodeAttention
+from offload.kernels.qkv import QkvLayout
+from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
@@ -108,9 +110,9 @@ class StreamedRows:
         return self._sendings[index]
 
     def attention(
-        self, index: int, spec: LayerSpec, slopes: torch.Tensor | None, out: torch.Tensor
+        self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor
     ) -> Attending:
-        return Attending(self, index, self.staging(index, spec), spec, slopes, out)
+        return Attending(self, index, self.staging(index, spec), spec.layout, scores, out)
 
     def pieces(self, index: int) -> list[Piece]:
         """Those of a layer."""
@@ -231,13 +233,12 @@ class Attending:
         rows: StreamedRows,
         index: int,
         sending: Sending,
-        spec: LayerSpec,
-        slopes: torch.Tensor | None,
+        layout: QkvLayout,
+        scores: Scores,
         out: torch.Tensor,
     ) -> None:
         self._rows, self._index, self._sending = rows, index, sending
-        self._spec, self._slopes = spec, slopes
-        layout = spec.layout
+        self._group, self._scores = layout.group, scores
         self._out = out.view(rows.count, layout.heads, layout.head_dim)
         # By piece and place.
         self._calls: _MadeForPlaces[tuple[int, int], DecodeAttention]
@@ -271,13 +272,12 @@ class Attending:
         call.launch(stream)
 
     def _make(self, number: int, place: int) -> DecodeAttention:
-        rows, spec, index = self._rows, self._spec, self._index
+        rows, index = self._rows, self._index
         piece = batch, heads = rows.pieces(index)[number]
         keys, values = (up.stored for up in rows.in_place(index, number, place))
         if rows.int8:
             keys, values = rows.whole(index, piece)
-        group = spec.layout.heads // spec.layout.kv_heads
-        queries = slice(heads.start * group, heads.stop * group)
+        queries = slice(heads.start * self._group, heads.stop * self._group)
         with torch.inference_mode(False):
             return DecodeAttention(
                 self._sending.new.query[batch, 0, queries],
@@ -286,10 +286,7 @@ class Attending:
                 self._out[batch, queries],
                 length=rows.length[batch],
                 start=None if rows.start is None else rows.start[batch],
-                scale=spec.scale,
-                slopes=None if self._slopes is None else self._slopes[queries],
-                softcap=spec.softcap,
-                window=spec.window,
+                scores=self._scores.of_heads(queries),
                 workspace=rows.workspace,
                 even=rows.start is None,
             )
