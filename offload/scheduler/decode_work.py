@@ -60,7 +60,9 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         both = []
         for resident, share in ((True, stay), (False, 1 - stay)):
             products = few.of(layer, size, resident)
-            both.append(beside.layer(products.seconds, resident))
+            # What stands behind attention is made whole meanwhile.
+            behind = 1 - (model.query_width + model.kv_width) * model.hidden / layer.active
+            both.append(beside.layer(products.seconds, products.made * max(0.0, behind), resident))
             compute += share * number * both[-1]
             hbm += share * number * (products.hbm + seen / hbm_rate)
             matrix += share * number * products.matrix
@@ -126,13 +128,15 @@ class _Beside:
     issue: _Issue
     overlaps: bool  # whether a part of the step is computed while cores attend for another
 
-    def layer(self, products: float, resident: bool) -> float:
-        """Of the whole layer."""
+    def layer(self, products: float, early: float, resident: bool) -> float:
+        """Of the whole layer; `early`: what of its products the compute device may do while cores
+        attend.
+        """
         gemm = max(products + self.kernels, self.issue.seconds(resident))
         if self.overlaps:
             return max(gemm + self.attention, self.cpu)
         # Both attend at once, and join before the output projection.
-        return gemm + max(self.attention, self.cpu)
+        return gemm + max(self.attention, self.cpu - early)
 
 
 def _exchange(

@@ -15,6 +15,7 @@ class Products:
     seconds: float
     hbm: float
     matrix: float
+    made: float = 0.0  # of the seconds those in which weights are made whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class FewRows:
         once = size * self._met(layer)
         product = self._plain(self.parts * wide, flop)
         made = (once + wide) / (self.hardware.hbm_copy or hbm)
-        return Products(made + product.seconds, (once + wide) / hbm + product.hbm, product.matrix)
+        seconds, read = made + product.seconds, (once + wide) / hbm + product.hbm
+        return Products(seconds, read, product.matrix, made)
 
     def _met(self, layer: LayerProfile) -> float:
         """The share of the weights that a part of the rows meets: few tokens meet few experts."""

@@ -23,6 +23,8 @@ from offload.errors import UnsupportedError
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import SHAPE, WeightFormat
+from offload.models.fused.host_rows import HostCall
+from offload.models.fused.streamed_rows import Attending
 from offload.models.quantized.coded import Decoder, stand_for
 from offload.models.quantized.layer import Filling
 from offload.models.quantized.panels import arrange
@@ -125,6 +127,40 @@ def test_few_rows_take_panels_where_the_layer_stays(
         model(input_ids=ids[:, :1], **{name_of_cache: cache})
         kinds = [QuantLinear if index in resident else Filling for index in range(layers)]
         assert launched == [kind for kind in kinds for _ in range(4)]
+
+
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+def test_what_stands_behind_attention_is_made_whole_while_cores_attend(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    out, _ = packed(source, tmp_path, "llama", "int4", torch.bfloat16)
+    done: list[str] = []
+    launch = Filling.launch
+
+    def fill(self: Filling, stream: int = 0) -> None:
+        if self not in self._scratch.holds:
+            done.append("fill")
+        launch(self, stream)
+
+    monkeypatch.setattr(Filling, "launch", fill)
+    for kind in (HostCall, Attending):
+        attend = kind.launch
+
+        def join(self: Any, stream: int = 0, attend: Any = attend) -> None:
+            done.append("attend")
+            attend(self, stream)
+
+        monkeypatch.setattr(kind, "launch", join)
+    host = {"batch_size": 2, "kv_on_cpu": 1, "kv_attention": attention, "max_length": 8}
+    with fused(out, "cpu", **host) as model, torch.no_grad():
+        ids = torch.full((2, 3), 7)
+        made = model.generate(ids, max_new_tokens=1, return_dict_in_generate=True)
+        cache = made.past_key_values
+        done.clear()
+        model(input_ids=ids[:, :1], **{exactness.name_of_cache(model): cache})
+        layers = model.config.num_hidden_layers
+    # The output of attention and the MLP's two products, not the queries'.
+    assert done == ["fill", "fill", "fill", "fill", "attend"] * layers
 
 
 @pytest.mark.parametrize(("name", "method", "place"), METHODS, ids=str)

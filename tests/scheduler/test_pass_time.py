@@ -11,7 +11,7 @@ from offload.kernels import gemm, quant_gemm
 from offload.models.fused import block, prefill_attention
 from offload.models.kv import host_columns
 from offload.scheduler import model_profile
-from offload.scheduler.decode_work import OWN_ROWS
+from offload.scheduler.decode_work import OWN_ROWS, decode_work
 from offload.scheduler.engine import (
     EVERYTHING,
     FUSED,
@@ -149,6 +149,20 @@ def test_quantised_weights_are_made_wide_once_for_all_parts_of_a_prompt() -> Non
     parts = prefill_pass(OPT_30B, H200, JOB, replace(how, prefill_rows=4096))
     slower = H200.matrix_rate("float16", 8192) / H200.matrix_rate("float16", 4096)
     assert parts.seconds == pytest.approx(whole.seconds * slower, rel=0.01)
+
+
+def test_what_stands_behind_attention_is_made_whole_while_cores_attend() -> None:
+    model = replace(OPT_30B, engine=FUSED)
+    machine = replace(H200, hbm_copy=4e12, launch=None, kernel=None, exchange=None)
+    how = replace(PLAIN, weights="int4", gpu_sequences=0, cpu_sequences=400, attention=CpuAttention.CPU)
+    work = decode_work(model, machine, JOB, how)
+    without = decode_work(model, machine, JOB, replace(how, cpu_sequences=0, gpu_sequences=400))
+    seen = 400 * LENGTH * KV / machine.gpu_attention_rate(1)  # by the compute device, there
+    layer, size = OPT_30B.layers[0], weights_of(model, how.precision).sizes[0]
+    wide = 2 * layer.active
+    behind = 1 - 3 * 7168 * 7168 / layer.active
+    made = behind * (size + wide) / 4e12
+    assert work.compute == pytest.approx(without.compute - seen + work.cpu - 48 * made)
 
 
 def test_a_layers_way_to_cpu_cores_and_back() -> None:
