@@ -13,6 +13,7 @@ from offload.kernels.library import KernelError, why_not
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import QkvLayout, RotaryAppend
+from offload.kernels.rotation import Rotation
 from offload.kernels.scores import Scores
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "QkvLayout",
     "ResidualNorm",
     "RotaryAppend",
+    "Rotation",
     "Scores",
     "why_not",
     "why_not_host",

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from offload.kernels.norm import Norm
 from offload.kernels.qkv import QkvLayout
+from offload.kernels.rotation import Rotation
 from offload.kernels.scores import Scores
 
 
@@ -150,22 +151,15 @@ def scale_sums(
     return x if residual is None else x + wide(residual)
 
 
-def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """Rotate the first 2 * cos.shape[-1] elements of heads x [batch, tokens, heads, head_dim].
-
-    cos, sin: [1 or batch, tokens, rotary_dim / 2]. Pairs are (2i, 2i + 1) where `interleaved`, else
-    (i, i + rotary_dim / 2). (RoFormer, arXiv:2104.09864)
-    """
-    half = cos.shape[-1]
-    c, s = cos.to(x.dtype).unsqueeze(2), sin.to(x.dtype).unsqueeze(2)
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Heads x [batch, tokens, heads, head_dim], of which the first elements are rotated."""
+    c, s = (table.to(x.dtype).unsqueeze(2) for table in (rotation.cos, rotation.sin))
+    turned, rest = x[..., : rotation.dim], x[..., rotation.dim :]
+    if rotation.interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
     else:
-        a, b = turned[..., :half], turned[..., half:]
+        a, b = turned.chunk(2, -1)
         turned = torch.cat((a * c - b * s, b * c + a * s), -1)
     return torch.cat((turned, rest), -1)
 
@@ -175,9 +169,7 @@ def split_qkv(
     layout: QkvLayout,
     *,
     bias: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    interleaved: bool = False,
+    rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -202,8 +194,8 @@ def split_qkv(
     q = normalise(heads(layout.q_offset, layout.q_group_stride, layout.group), q_norm)
     k = normalise(heads(layout.k_offset, layout.kv_group_stride, 1), k_norm)
     v = heads(layout.v_offset, layout.kv_group_stride, 1)
-    if cos is not None and sin is not None:
-        q, k = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
     return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype)
 
 
@@ -228,22 +220,13 @@ def rotary_append(
     value_cache: torch.Tensor,
     column: torch.Tensor,
     bias: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    interleaved: bool = False,
+    rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> torch.Tensor:
     """Append the keys and values of qkv to the caches; returns the queries (see `split_qkv`)."""
     query, key, value = split_qkv(
-        qkv,
-        layout,
-        bias=bias,
-        cos=cos,
-        sin=sin,
-        interleaved=interleaved,
-        q_norm=q_norm,
-        k_norm=k_norm,
+        qkv, layout, bias=bias, rotation=rotation, q_norm=q_norm, k_norm=k_norm
     )
     append(key_cache, key, column)
     append(value_cache, value, column)

@@ -9,16 +9,10 @@ import torch
 from offload.kernels import reference, structs
 from offload.kernels.activation import row_stride
 from offload.kernels.cache_checks import check_caches
-from offload.kernels.call import (
-    Call,
-    check,
-    check_equal_strides,
-    dtype_code,
-    pointer,
-    stride_of,
-)
+from offload.kernels.call import Call, check, dtype_code, pointer, stride_of
 from offload.kernels.norm import Norm, norm_struct
 from offload.kernels.qkv import QkvLayout
+from offload.kernels.rotation import Rotation
 
 __all__ = ["QkvLayout", "RotaryAppend"]
 
@@ -33,10 +27,9 @@ class RotaryAppend(Call):
     kv_heads, capacity, head_dim] with equal strides, a head's columns next to each other; both may
     be views of larger buffers. column: int32 [1] or [batch] on the same device, where a row's first
     token goes; it is read at launch. A token whose column is outside of the cache is not written.
-    bias: [layout.width]. cos, sin: float32 [1 or batch, tokens, rotary_dim / 2], for the first
-    rotary_dim elements of every query and key, in pairs (2i, 2i + 1) where `interleaved`, else (i,
-    i + rotary_dim / 2). q_norm, k_norm: over head_dim, before the rotation. Computed in float32,
-    rounded once. `early`: see ResidualNorm.
+    bias: [layout.width]. rotation: of queries and keys; None: they are not rotated. q_norm, k_norm:
+    over head_dim, before the rotation. Computed in float32, rounded once. `early`: see
+    ResidualNorm.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -53,9 +46,7 @@ class RotaryAppend(Call):
         value_cache: torch.Tensor,
         column: torch.Tensor,
         bias: torch.Tensor | None = None,
-        cos: torch.Tensor | None = None,
-        sin: torch.Tensor | None = None,
-        interleaved: bool = False,
+        rotation: Rotation | None = None,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         early: bool = False,
@@ -86,7 +77,8 @@ class RotaryAppend(Call):
             check(OP, "column", column, (1,), qkv, dtype=torch.int32)
         if bias is not None:
             check(OP, "bias", bias, (layout.width,), qkv)
-        half, rotary_stride = _check_rotary(cos, sin, batch, tokens, head_dim, qkv)
+        if rotation is not None:
+            rotation.check(OP, batch, tokens, head_dim, qkv)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
             if norm is not None:
                 norm.check(OP, name, head_dim, qkv)
@@ -97,8 +89,6 @@ class RotaryAppend(Call):
             query=pointer(query),
             key_cache=pointer(key_cache),
             value_cache=pointer(value_cache),
-            cos=pointer(cos),
-            sin=pointer(sin),
             column=pointer(column),
             q_norm=norm_struct(q_norm),
             k_norm=norm_struct(k_norm),
@@ -113,7 +103,6 @@ class RotaryAppend(Call):
             query_head_stride=stride_of(query, 2),
             cache_batch_stride=stride_of(key_cache, 0),
             cache_head_stride=stride_of(key_cache, 1),
-            rotary_batch_stride=rotary_stride,
             column_stride=0 if column.shape[0] == 1 else 1,
             cache_capacity=key_cache.shape[2],
             batch=batch,
@@ -121,11 +110,15 @@ class RotaryAppend(Call):
             heads=layout.heads,
             kv_heads=layout.kv_heads,
             head_dim=head_dim,
-            rotary_dim=2 * half,
-            interleaved=interleaved,
             dtype=dtype,
             launch_early=early,
         )
+        if rotation is not None:
+            self.arguments.cos = pointer(rotation.cos)
+            self.arguments.sin = pointer(rotation.sin)
+            self.arguments.rotary_batch_stride = stride_of(rotation.cos, 0)
+            self.arguments.rotary_dim = rotation.dim
+            self.arguments.interleaved = rotation.interleaved
         self._qkv, self._query = qkv, query
         self._options: dict[str, Any] = {
             "layout": layout,
@@ -133,9 +126,7 @@ class RotaryAppend(Call):
             "value_cache": value_cache,
             "column": column,
             "bias": bias,
-            "cos": cos,
-            "sin": sin,
-            "interleaved": interleaved,
+            "rotation": rotation,
             "q_norm": q_norm,
             "k_norm": k_norm,
         }
@@ -156,38 +147,3 @@ def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
                     f"strides are {list(tensor.stride())}"
                 )
             reach += stride * (size - 1)
-
-
-def _check_rotary(
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    batch: int,
-    tokens: int,
-    head_dim: int,
-    qkv: torch.Tensor,
-) -> tuple[int, int]:
-    """Half of the rotary dimension and the stride from one row's angles to the next row's."""
-    if cos is None and sin is None:
-        return 0, 0
-    if cos is None or sin is None:
-        raise ValueError(f"{OP}: cos and sin must be given together")
-    if not isinstance(cos, torch.Tensor) or cos.dim() != 3:
-        what = list(cos.shape) if isinstance(cos, torch.Tensor) else cos
-        raise ValueError(
-            f"{OP}: cos must be a tensor [1 or {batch}, {tokens}, rotary_dim / 2], not {what}"
-        )
-    rows, half = (1 if cos.shape[0] == 1 else batch), cos.shape[2]
-    if not 1 <= half <= head_dim // 2:
-        raise ValueError(
-            f"{OP}: cos has {half} angles a token; a head of {head_dim} elements takes 1 to "
-            f"{head_dim // 2}"
-        )
-    for name, table in (("cos", cos), ("sin", sin)):
-        check(OP, name, table, (rows, tokens, half), qkv, dtype=torch.float32, contiguous=False)
-        if tokens > 1 and table.stride(1) != half:
-            raise ValueError(
-                f"{OP}: the tokens' angles in {name} must lie next to each other; its strides are "
-                f"{list(table.stride())}"
-            )
-    check_equal_strides(OP, {"cos": cos, "sin": sin}, (0,))
-    return half, stride_of(cos, 0)

@@ -7,7 +7,15 @@ import torch
 from accuracy import assert_accurate, random
 from machines import needs_gpu
 
-from offload.kernels import Activation, Norm, QkvLayout, ResidualNorm, RotaryAppend, reference
+from offload.kernels import (
+    Activation,
+    Norm,
+    QkvLayout,
+    ResidualNorm,
+    RotaryAppend,
+    Rotation,
+    reference,
+)
 from offload.kernels.call import Call, current_stream
 
 pytestmark = needs_gpu
@@ -85,7 +93,7 @@ def test_kernels_that_begin_early_wait(rows: int) -> None:
 
     norm = Norm("layer", tensor(width), tensor(width))
     begin, added = tensor(rows, width), tensor(rows, width)
-    cos, sin = torch.rand(1, 1, 64, device=GPU), torch.rand(1, 1, 64, device=GPU)
+    rotation = Rotation(*torch.rand(2, 1, 1, 64, device=GPU))
     column = torch.zeros(1, dtype=torch.int32, device=GPU)
 
     def chain(early: bool) -> tuple[torch.Tensor, list[Call]]:
@@ -105,8 +113,7 @@ def test_kernels_that_begin_early_wait(rows: int) -> None:
                     key_cache=cache[0],
                     value_cache=cache[1],
                     column=column,
-                    cos=cos,
-                    sin=sin,
+                    rotation=rotation,
                     early=early,
                 ),
                 Activation(

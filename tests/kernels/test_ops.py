@@ -289,3 +289,6 @@ def test_errors_name_the_argument() -> None:
     column = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="places must be"):
         torch.ops.offload.rotary_append(x[None], cache, cache.clone(), column, 1, 1, 2, [0, 2])
+    with pytest.raises(ValueError, match="cos and sin must be given together"):
+        layout = QkvLayout.apart(2, 1, 2)
+        ops.rotary_append(x[None], cache, cache.clone(), column, layout, cos=torch.zeros(1, 2, 1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from machines import MACHINES, device_of, launch
 from test_residual_norm import torch_norm
 
-from offload.kernels import Norm, QkvLayout, RotaryAppend
+from offload.kernels import Norm, QkvLayout, RotaryAppend, Rotation
 
 HEADS = ((1, 1), (4, 4), (6, 2), (9, 3), (5, 1))
 # Head and rotary dimensions: of models (GPT-NeoX rotates 24 of 96), and odd ones.
@@ -49,6 +49,15 @@ def torch_rotary(
     )
     other = rotate_every_two(turned) if interleaved else rotate_half(turned)
     return torch.cat((turned * c + other * s, rest), -1)
+
+
+def rotated(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the call takes them: what is of the rotation, as one."""
+    left = {name: x for name, x in arguments.items() if name not in ("cos", "sin", "interleaved")}
+    if arguments["cos"] is None:
+        return left
+    rotation = Rotation(arguments["cos"], arguments["sin"], arguments["interleaved"])
+    return {**left, "rotation": rotation}
 
 
 def torch_split(
@@ -168,7 +177,7 @@ def run(machine: str, s: dict[str, Any], capacity: int = 7) -> None:
         key_cache=key_cache,
         value_cache=value_cache,
         column=column,
-        **options,
+        **rotated(options),
     )
     call.arguments.variant = s["variant"]
     launch(call, machine)
@@ -301,8 +310,9 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "column": torch.zeros(1, dtype=torch.int32),
         "cos": torch.zeros(1, 3, 4),
         "sin": torch.zeros(1, 3, 4),
+        "interleaved": False,
     }
-    return good | changes
+    return rotated(good | changes)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -342,7 +352,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "column number": ({"column": 4}, "column must be a tensor, not int"),
     "bias": ({"bias": torch.zeros(32)}, r"bias must have shape \[64\]"),
-    "cos alone": ({"sin": None}, "cos and sin must be given together"),
     "cos flat": ({"cos": torch.zeros(3, 4)}, r"cos must be a tensor \[1 or 2, 3, rotary_dim / 2\]"),
     "too many angles": (
         {"cos": torch.zeros(1, 3, 5), "sin": torch.zeros(1, 3, 5)},

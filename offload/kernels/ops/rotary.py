@@ -11,6 +11,7 @@ from offload.kernels.ops.norm_fields import norm_fields, norm_of, norm_schema
 from offload.kernels.ops.registration import define, launch
 from offload.kernels.qkv import QkvLayout
 from offload.kernels.rotary import RotaryAppend
+from offload.kernels.rotation import Rotation
 
 
 def _rotary_query(
@@ -36,6 +37,10 @@ def _rotary_append(
     kv_heads: int,
     head_dim: int,
     places: list[int],
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
     **options: Any,
 ) -> torch.Tensor:
     if len(places) != 5:
@@ -43,6 +48,11 @@ def _rotary_append(
             "rotary_append: places must be [q_offset, k_offset, v_offset, q_group_stride, "
             f"kv_group_stride], not {places}"
         )
+    rotation = None
+    if cos is not None and sin is not None:
+        rotation = Rotation(cos, sin, interleaved)
+    elif cos is not None or sin is not None:
+        raise ValueError("rotary_append: cos and sin must be given together")
     layout = QkvLayout(heads, kv_heads, head_dim, qkv.shape[-1], *places)
     query = _rotary_query(qkv, key_cache, value_cache, column, heads, kv_heads, head_dim)
     call = RotaryAppend(
@@ -52,6 +62,7 @@ def _rotary_append(
         key_cache=key_cache,
         value_cache=value_cache,
         column=column,
+        rotation=rotation,
         q_norm=norm_of("q_norm", options),
         k_norm=norm_of("k_norm", options),
         **options,

@@ -15,6 +15,7 @@ from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize_rows import QuantizeRows
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
+from offload.kernels.rotation import Rotation
 from offload.kernels.workspace import Workspace
 from offload.models.fused.layer_weights import LayerWeights, Product
 from offload.models.fused.prefill_attention import PrefillAttention
@@ -179,7 +180,9 @@ def _attention(
     # Its bias is added where heads are rotated and kept.
     _linear(into, weights.qkv, qkv.view(count, -1), work)
     query = work.scratch("query", (*shape, layout.heads, layout.head_dim), hidden)
-    cos, sin = work.angles[spec.rotary] if spec.rotary is not None else (None, None)
+    rotation = None
+    if spec.rotary is not None:
+        rotation = Rotation(*work.angles[spec.rotary], spec.interleaved)
     RotaryAppend(
         qkv,
         layout=layout,
@@ -188,9 +191,7 @@ def _attention(
         value_cache=values,
         column=work.column,
         bias=weights.qkv.bias,
-        cos=cos,
-        sin=sin,
-        interleaved=spec.interleaved,
+        rotation=rotation,
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
     ).launch(work.stream)

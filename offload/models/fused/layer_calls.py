@@ -16,6 +16,7 @@ from offload.kernels.linear import Linear
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.rotary import RotaryAppend
+from offload.kernels.rotation import Rotation
 from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 from offload.models.fused.cpu_rows import CpuRows
@@ -152,7 +153,10 @@ class LayerCalls:
     ) -> None:
         """Queries, and one column more of keys and values, of some rows of a QKV product."""
         query, keys, values = into
-        cos, sin = self.entry.angles[spec.rotary] if spec.rotary is not None else (None, None)
+        rotation = None
+        if spec.rotary is not None:
+            cos, sin = self.entry.angles[spec.rotary]
+            rotation = Rotation(cos[rows], sin[rows], spec.interleaved)
         chain.add(
             RotaryAppend,
             qkv[rows, None],
@@ -162,9 +166,7 @@ class LayerCalls:
             value_cache=values,
             column=column,
             bias=weights.qkv.bias,
-            cos=None if cos is None else cos[rows],
-            sin=None if sin is None else sin[rows],
-            interleaved=spec.interleaved,
+            rotation=rotation,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
         )

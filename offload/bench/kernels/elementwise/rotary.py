@@ -18,7 +18,7 @@ from offload.bench.kernels.elementwise.calls import (
     short,
     torch_norm,
 )
-from offload.kernels import Norm, QkvLayout, RotaryAppend
+from offload.kernels import Norm, QkvLayout, RotaryAppend, Rotation
 
 SPARE = 16  # columns that a cache has beyond the tokens
 COLUMN = 3  # where the tokens go
@@ -65,10 +65,10 @@ class Heads:
         if self.normed:
             weight = random(self.head_dim, **like)
             norm = Norm("rms", weight, weight_offset=self.weight_offset)
-        cos = sin = None
+        rotation = None
         if self.rotary_dim:
             angles = torch.rand(1, tokens, self.rotary_dim // 2, device=device)
-            cos, sin = angles.cos(), angles.sin()
+            rotation = Rotation(angles.cos(), angles.sin(), self.interleaved)
         layouts, columns = [layout] * count, [COLUMN] * count
         copied = only_copied(device, "split_heads", qkv, layouts, queries, keys, values, columns)
         column = torch.full((1,), COLUMN, dtype=torch.int32, device=device)
@@ -81,9 +81,7 @@ class Heads:
                 value_cache=values[i],
                 column=column,
                 bias=bias,
-                cos=cos,
-                sin=sin,
-                interleaved=self.interleaved,
+                rotation=rotation,
                 q_norm=norm,
                 k_norm=norm,
                 early=is_small(rows),
@@ -95,14 +93,15 @@ class Heads:
             """As transformers does it: normalised and rotated in the model's dtype."""
             if norm is not None:
                 x = torch_norm(x, norm)
-            if cos is None or sin is None:
+            if rotation is None:
                 return x
+            tables = rotation.cos, rotation.sin
             x, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
             if self.interleaved:
-                c, s = (t.repeat_interleave(2, -1).to(x.dtype).unsqueeze(2) for t in (cos, sin))
+                c, s = (t.repeat_interleave(2, -1).to(x.dtype).unsqueeze(2) for t in tables)
                 other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
             else:
-                c, s = (torch.cat((t, t), -1).to(x.dtype).unsqueeze(2) for t in (cos, sin))
+                c, s = (torch.cat((t, t), -1).to(x.dtype).unsqueeze(2) for t in tables)
                 a, b = x.chunk(2, -1)
                 other = torch.cat((-b, a), -1)
             x = x * c + other * s
