@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.errors import OffloadError
 
-FORMAT = 2  # raised when what is measured, or how, changes: older figures are then measured anew
+FORMAT = 3  # raised when what is measured, or how, changes: older figures are then measured anew
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 

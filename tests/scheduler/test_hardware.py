@@ -65,7 +65,7 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("machine",), None, "no description of a machine"),
     (("machine", "gpu_memory"), "24GiB", "gpu_memory of 'machine' is '24GiB'"),
     (("machine", "host_memory"), -1, "host_memory of 'machine' is -1, not a number of bytes"),
-    (("format",), 0, "its format is 0, and this version reads 2"),
+    (("format",), 0, "its format is 0, and this version reads 3"),
     (("machine", "cores"), ..., "see 'cores'"),
     (("rates", "speed"), {"value": 1.0, "unit": "B/s"}, "the rate 'speed' is none"),
     (("rates", "disk"), 5e9, "'disk' is 5000000000.0, not a 'value' with a 'unit'"),

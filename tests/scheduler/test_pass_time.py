@@ -154,7 +154,9 @@ def test_quantised_weights_are_made_wide_once_for_all_parts_of_a_prompt() -> Non
 def test_what_stands_behind_attention_is_made_whole_while_cores_attend() -> None:
     model = replace(OPT_30B, engine=FUSED)
     machine = replace(H200, hbm_copy=4e12, launch=None, kernel=None, exchange=None)
-    how = replace(PLAIN, weights="int4", gpu_sequences=0, cpu_sequences=400, attention=CpuAttention.CPU)
+    how = replace(
+        PLAIN, weights="int4", gpu_sequences=0, cpu_sequences=400, attention=CpuAttention.CPU
+    )
     work = decode_work(model, machine, JOB, how)
     without = decode_work(model, machine, JOB, replace(how, cpu_sequences=0, gpu_sequences=400))
     seen = 400 * LENGTH * KV / machine.gpu_attention_rate(1)  # by the compute device, there
