@@ -13,7 +13,7 @@ from offload.kernels.weight_format import SHAPE, WeightFormat
 
 @pytest.mark.parametrize("name", ["int4", "int8-g32", "int4-zp", "fp8", "fp8-block", "mxfp4"])
 def test_their_size_and_how_many_values_they_have(name: str) -> None:
-    form, shape, cpu = WeightFormat.parse(name), (256, 512), torch.device("cpu")
+    form, shape, cpu = WeightFormat.parse(name), (1024, 1024), torch.device("cpu")
     stored = {SHAPE: torch.tensor(shape)}
     for end, (kind, size) in form.stored(shape, torch.float16).items():
         if end != SHAPE:
