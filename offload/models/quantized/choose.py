@@ -58,58 +58,89 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> Ch
     then the two are untied. Raises ValueError for a pattern that names nothing and a shape that
     does not divide, UnsupportedError for a head that cannot be untied.
     """
-    by_place = {(e.file, e.offset, e.nbytes): n for n, e in reversed(checkpoint.tensors.items())}
-    inside = {id(m) for layer in find_layers(model).values() for m in layer.modules()}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    choice = Choice([])
-    matched: dict[str, int] = {pattern: 0 for pattern, _ in wishes.patterns}
-    seen: set[str] = set()
+    choosing = _Choosing(model, checkpoint, wishes)
+    for shared in shared_parameters(model):
+        choosing.take(shared)
+    return choosing.finish()
 
-    def asked(names: Iterable[str], possible: bool, by_default: bool) -> tuple[bool, Wanted | None]:
+
+class _Choosing:
+    """A choice in the making: takes the model's parameters one after the other."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> None:
+        self._model, self._tensors, self._wishes = model, checkpoint.tensors, wishes
+        # Later tensors first: of several at one place the first has the name.
+        self._by_place = {
+            (e.file, e.offset, e.nbytes): n for n, e in reversed(self._tensors.items())
+        }
+        self._inside = {id(m) for layer in find_layers(model).values() for m in layer.modules()}
+        has_head = hasattr(model, "get_output_embeddings")
+        self._head = model.get_output_embeddings() if has_head else None
+        self._choice = Choice([])
+        self._matched = {pattern: 0 for pattern, _ in wishes.patterns}
+        self._seen: set[str] = set()
+
+    def take(self, shared: Shared) -> None:
+        """The tensors of the checkpoint that a parameter is made of."""
+        for name in dict.fromkeys(_tensors(shared, self._by_place)):
+            if name not in self._seen:
+                self._seen.add(name)
+                self._take_tensor(name, shared)
+
+    def finish(self) -> Choice:
+        """The choice, with the tensors that no parameter is made of."""
+        rest = [name for name in self._tensors if name not in self._seen]
+        for name in rest:
+            self._add(name, name, None)
+        _check_found(self._model, self._choice.weights, self._matched)
+        return self._choice
+
+    def _take_tensor(self, name: str, shared: Shared) -> None:
+        kind = _kind(shared, name, self._tensors[name], self._by_place)
+        module = shared.bindings[0].module
+        heads = [b for b in shared.bindings[1:] if kind == "embedding" and b.module is self._head]
+        others = [_module_of(b) for b in shared.bindings if b not in heads]
+        names = tuple(dict.fromkeys((name.removesuffix(WEIGHT), *others)))
+        if kind == "linear":
+            self._choice.linear[name] = names
+        tied = len(shared.bindings) > 1
+        by_default = kind in ("linear", "expert") and id(module) in self._inside
+        by_default = by_default and module is not self._head and not tied
+        _, wanted = self._ask(names, kind is not None, by_default)
+        self._add(name, name, wanted)
+        for head in heads:
+            self._take_head(head, name, wanted)
+
+    def _take_head(self, head: Binding, embeddings: str, wanted: Wanted | None) -> None:
+        """A head that is tied to `embeddings`, of which `wanted` is made."""
+        linear, module = self._choice.linear, _module_of(head)
+        named, of_head = self._ask([module], True, False)
+        if not named or of_head == wanted:  # they stay one tensor
+            linear[embeddings] = (module,)
+            return
+        linear[head.name] = (module,)
+        _check_untied(self._model, head.name, self._wishes)
+        self._add(head.name, embeddings, of_head)
+        self._choice.untied = True
+        self._seen.add(head.name)
+
+    def _ask(
+        self, names: Iterable[str], possible: bool, by_default: bool
+    ) -> tuple[bool, Wanted | None]:
         """Whether a pattern names a module of these names, and what it gets."""
-        wanted, pattern = wishes.find(names)
+        wanted, pattern = self._wishes.find(names)
         if not possible or (pattern is None and not by_default):
             return False, None
         if pattern is not None:
-            matched[pattern] += 1
+            self._matched[pattern] += 1
         return pattern is not None, wanted
 
-    for shared in shared_parameters(model):
-        tied = len(shared.bindings) > 1
-        for name in dict.fromkeys(_tensors(shared, by_place)):
-            if name in seen:
-                continue
-            seen.add(name)
-            extent, binding = checkpoint.tensors[name], shared.bindings[0]
-            kind = _kind(shared, name, extent, by_place)
-            heads = [b for b in shared.bindings[1:] if kind == "embedding" and b.module is head]
-            others = [_module_of(b) for b in shared.bindings if b not in heads]
-            names = list(dict.fromkeys((name.removesuffix(WEIGHT), *others)))
-            if kind == "linear":
-                choice.linear[name] = tuple(names)
-            by_default = kind in ("linear", "expert") and id(binding.module) in inside
-            by_default = by_default and binding.module is not head and not tied
-            _, wanted = asked(names, kind is not None, by_default)
-            if wanted is not None:
-                _check_shape(wanted, name, extent)
-            choice.weights.append(CheckpointWeight(name, extent, wanted))
-            for b in heads:
-                choice.linear[name] = (_module_of(b),)
-                named, of_head = asked([_module_of(b)], True, False)
-                if not named or of_head == wanted:
-                    continue  # they stay one tensor
-                del choice.linear[name]
-                choice.linear[b.name] = (_module_of(b),)
-                _check_untied(model, b.name, wishes)
-                if of_head is not None:
-                    _check_shape(of_head, name, extent)
-                choice.weights.append(CheckpointWeight(b.name, extent, of_head))
-                choice.untied = True
-                seen.add(b.name)
-    rest = [n for n in checkpoint.tensors if n not in seen]
-    choice.weights += [CheckpointWeight(name, checkpoint.tensors[name], None) for name in rest]
-    _check_found(model, choice.weights, matched)
-    return choice
+    def _add(self, name: str, tensor: str, wanted: Wanted | None) -> None:
+        """What is written as `name` is made of a tensor of the checkpoint."""
+        extent = self._tensors[tensor]
+        if wanted is not None:
+            _check_shape(wanted, tensor, extent)
+        self._choice.weights.append(CheckpointWeight(name, extent, wanted))
 
 
 def _module_of(binding: Binding) -> str:
