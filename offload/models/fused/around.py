@@ -1,4 +1,4 @@
-"""What stands around a decoder's layers: embeddings and angles ahead of them, a norm behind."""
+"""What surrounds a decoder's layers: embeddings and rotary angles before them, a norm after."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ahead:
         streamed = any(isinstance(t.data, Placeholder) for t in self._tensors)
         own = not any("forward" in vars(m) for m in modules if m is not holder)
         self.repeatable = own and not (self._hooked or self._by_length or streamed)
-        # Not those of a weight that comes and goes.
+        # Streamed weights have no fixed addresses to watch.
         self._tensors = self._tensors if self.repeatable else []
         self._addresses = [t.data_ptr() for t in self._tensors]
         # What was captured may be replayed once more before anybody finds that it has changed: its

@@ -40,7 +40,9 @@ class Prefill:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def scratch(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Memory of that name that the layers use one after the other, with any content."""
+        """Scratch memory by name, which the layers use one after the other; its content is
+        undefined.
+        """
         count = torch.Size(shape).numel()
         found = self.buffers.get(name)
         if found is None or found.numel() < count:
@@ -217,7 +219,7 @@ def _mlp(
 
 
 def _linear(into: Rows, product: Product, out: torch.Tensor, work: Prefill, **after: Any) -> None:
-    """The product, and of what stands behind it, its bias too, what `after` says."""
+    """out = the product, with what `after` asks for: its bias, an activation, a gate."""
     stored = product.as_stored(out.shape[0])
     call: Call
     if stored is not None and product.int8:

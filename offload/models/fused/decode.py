@@ -45,11 +45,12 @@ class DecodeSession:
         work: CpuWork | None = None,
         streamed: StreamedKv | None = None,
     ) -> None:
-        """For rows whose keys and values are in CPU memory: `work` is where to count what CPU cores
-        do, and with `streamed` the keys and values come up instead.
+        """For rows whose keys and values are in CPU memory: CPU cores attend to them, and `work`
+        counts what they do; with `streamed` the keys and values come up to the compute device
+        instead.
         """
         self._made_for = (padded, stream)
-        # Of stretches of layers, by the first, and whether the entry is in it.
+        # By the first layer of a stretch, and whether the entry is part of it.
         self.graphs: dict[tuple[int, bool], LaunchGraph] = {}
         self.issued: set[tuple[int, bool]] = set()  # stretches that were launched without one
         self._spec = spec
@@ -104,7 +105,7 @@ class DecodeSession:
         return self._made_for[0]
 
     def serves(self, layers: Sequence[KvLayer], padded: bool, stream: int) -> bool:
-        """Whether the calls are good for these buffers as they lie now."""
+        """Whether the calls are still good: the buffers are the same, and where they were."""
         return (
             self._made_for == (padded, stream)
             and len(layers) == len(self._keys)
@@ -136,9 +137,10 @@ class DecodeSession:
         mask: torch.Tensor | None,
         past: int,
     ) -> None:
-        """Take in the token for column `past`, and issue the check of the mask with it.
+        """Take in the token for column `past`, and issue the check of the mask with it, on the
+        stream that the session is for.
 
-        On the stream that the session is for; ids and the rest as `StepInputs.take` has them.
+        The arguments are those of `StepInputs.take`.
         """
         self.check.begin()
         self._inputs.take(ids, positions, past, mask, self.check.start)

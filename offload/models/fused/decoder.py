@@ -34,7 +34,7 @@ from offload.models.shape import MLP_ROWS
 from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies, RowCopies
 
-_FIRST = 0, True  # of a session's stretches: that with the entry in it
+_FIRST = 0, True  # the first of a session's stretches, with the entry in it
 
 
 class FusedEngine(NotCopied):
@@ -86,8 +86,8 @@ class FusedEngine(NotCopied):
     def serve(self, given: dict[str, Any]) -> Any:
         """The decoder's output for arguments by name; raises Unserved where it is not ours."""
         with self._current(), self._scratch():
-            # First of all, for the GPU waits. What is looked at later may turn out otherwise, and
-            # then nothing is kept: what was written lies behind the cache's end.
+            # First of all, because the GPU is idle. If a check that follows fails, nothing is kept:
+            # what was written lies behind the cache's end.
             step = self._start(given)
             changed = self._layers.why_not()
             if changed is not None:
@@ -98,28 +98,32 @@ class FusedEngine(NotCopied):
                 except _Unexpected:
                     return self._run(self._read(given, expect=False))
             except BaseException:
-                # Others may get the memory that a pass which broke off had copies on their way to.
+                # A pass that broke off may have copies under way, to memory that others get next.
                 self._copies.drain()
                 raise
 
     def _current(self) -> AbstractContextManager[Any]:
-        """Makes the engine's GPU the current one, where it is not."""
+        """Makes the engine's GPU the current one, if it is not yet."""
         if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
             return nullcontext()
         return torch.cuda.device(self._device)
 
     def _scratch(self) -> AbstractContextManager[None]:
-        """Nobody else makes weights whole in the meantime where this engine does."""
+        """Holds the scratch in which this engine makes weights whole, if it has one: nobody else
+        may use it meanwhile.
+        """
         scratch = self._layers.scratch
         return nullcontext() if scratch is None else scratch.taken(self._device)
 
     def _start(self, given: dict[str, Any]) -> Step | None:
-        """Issue what looks like one more decode step, as far as its resident layers go first."""
+        """Issue the beginning of what looks like one more decode step, up to the first streamed
+        layer.
+        """
         step = None
         if self._ahead.repeatable:
             step = Step.glance(given, self.spec, current_stream(self._device))
-        # A graph runs no module, and what it reads stays: it goes first, and what lies ahead of the
-        # layers is looked at later.
+        # A graph runs no module and reads memory that stays, so it is launched before the modules
+        # ahead of the layers are checked for changes.
         replayed = step is not None and _FIRST in step.session.graphs
         if step is not None and replayed:
             self._begin(step)
@@ -140,7 +144,9 @@ class FusedEngine(NotCopied):
         self._enter(step.session, step.past)
 
     def _can_start(self, session: DecodeSession) -> bool:
-        """Whether what a step begins with was issued before; a capture takes a checked call."""
+        """Whether the beginning of a step was issued before, and will not be captured now: what is
+        captured must have been checked.
+        """
         if self._layers.layers[0].streamed:
             return True
         return _FIRST in session.issued and not self._can_capture()
@@ -211,8 +217,8 @@ class FusedEngine(NotCopied):
         kept: Sequence[KvLayer | None] = [None] * len(layers)
         on_cpu = 0
         if request.cache is not None:
-            # Ahead of all that is gone by the end of the prompt: what stays after it would cut that
-            # memory in pieces.
+            # Before anything temporary is allocated: memory that stays would fragment what the
+            # prompt frees at its end.
             kept = layers_of(request.cache)
             self._reserve(layers_of(request.cache), request.past + tokens, request.batch)
             on_cpu = layers_of(request.cache)[0].rows_on_cpu
@@ -230,7 +236,7 @@ class FusedEngine(NotCopied):
             on_cpu=on_cpu,
             rows=self.prefill_rows,
             stream=stream,
-            # What large products need between their kernels is too much to be kept.
+            # What large products need between their kernels is too large to be kept.
             workspace=self._workspace(stream) if few else room.workspace,
             room=room,
             copies=self._copies,
@@ -249,8 +255,8 @@ class FusedEngine(NotCopied):
         return hidden
 
     def _embedded(self, request: Request) -> torch.Tensor:
-        """The first layer's input [batch, tokens, width], memory of its own: made of some sequences
-        at a time, as embeddings and positions stand beside their sum.
+        """The first layer's input [batch, tokens, width], in memory of its own. It is made for some
+        sequences at a time, since embeddings and positions take memory beside their sum.
         """
         ahead, ids, embeddings = self._ahead, request.ids, request.embeddings
         positions, tokens = request.positions, request.tokens
@@ -325,7 +331,7 @@ class FusedEngine(NotCopied):
             self._issue_stretch(session, first, last, entry)
 
     def _told(self, first: int, last: int) -> AbstractContextManager[None]:
-        """Tells a trace of resident layers that are issued; of streamed ones the stream does."""
+        """Tells a trace which resident layers are issued; of streamed ones the stream tells it."""
         trace = self._owner.trace
         if trace is None or self._layers.layers[first].streamed:
             return nullcontext()
@@ -354,7 +360,7 @@ class FusedEngine(NotCopied):
         return self._device.type == "cuda" and self.graph_problem is None
 
     def _session(self, cache: DynamicCache, padded: bool) -> DecodeSession:
-        """The calls made for this cache, made anew where it lies elsewhere now."""
+        """The calls made for this cache; made anew if its buffers have moved."""
         stream = current_stream(self._device)
         common = common_of(cache)
         layers = layers_of(cache)
@@ -398,4 +404,4 @@ class FusedForward(PassForward):
 
 
 class _Unexpected(Exception):
-    """A decode step's mask is not what the step before lets one expect."""
+    """A decode step's mask is not the one that the previous step led to expect."""

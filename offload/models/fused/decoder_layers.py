@@ -119,8 +119,8 @@ class DecoderLayers:
 
     @property
     def multiplied_as_stored(self) -> tuple[int, int]:
-        """How many products may take quantised weights as they are, where rows are few; and how
-        many of any number of rows, which are rounded to int8.
+        """How many products can take quantised weights as they are stored: those of few rows, and
+        those of any number of rows, whose rows are rounded to int8.
         """
         products = [
             getattr(layer.like, name) for layer in self.layers for name in layer.spec.linears()
@@ -129,7 +129,9 @@ class DecoderLayers:
         return sum(p.as_stored(1) is not None for p in products) - in_int8, in_int8
 
     def why_not(self) -> str | None:
-        """What the user changed in a layer that only transformers' modules do justice."""
+        """A change that the user made to a layer and that only transformers' modules respect; None:
+        there is none.
+        """
         if self._resident.changed() or self._placeholders.changed():
             return "a weight that was replaced"
         if self._structure.changed():

@@ -1,4 +1,6 @@
-"""What CPU cores do of a decode step: attention of sequences whose keys and values lie there."""
+"""The CPU cores' part of a decode step: attention for sequences whose keys and values are in CPU
+memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from offload.trace import Trace, Track
 
 
 def why_not_on_cpu(spec: ModelSpec, dtype: torch.dtype) -> str | None:
-    """What of a model attention on the CPU cannot do; None: nothing."""
+    """Why attention on the CPU cannot serve the model; None if it can."""
     if dtype not in QUERY_DTYPES:
         return f"attention on the CPU is in float32, float16 or bfloat16, not {dtype}"
     widest = max(layer.layout.head_dim for layer in spec.layers)
@@ -41,7 +43,7 @@ class CpuStep:
 
     sequences: int
     attention: float = 0.0  # seconds in which cores attended
-    waiting: float = 0.0  # seconds in which they had nothing to do, for queries had not come down
+    waiting: float = 0.0  # seconds in which they were idle, as queries had not come down yet
     nbytes: int = 0  # of keys and values that were read
 
 
@@ -51,7 +53,7 @@ class CpuWork:
 
     steps: int = 0  # decode steps that had such rows
     latest: deque[CpuStep] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-    trace: Callable[[], Trace | None] = lambda: None  # that is told of it
+    trace: Callable[[], Trace | None] = lambda: None  # the trace to tell, if there is one
 
     @property
     def typical(self) -> CpuStep | None:
@@ -146,7 +148,7 @@ class HostRows:
         )
 
     def begin(self, first: bool) -> CpuStep:
-        """A layer's attention begins, perhaps the first one of a step."""
+        """Called when a layer's attention begins; `first`: it is the first of a step."""
         self._length.fill_(self._entry.past + 1)
         if first:
             self._step = CpuStep(self.count)

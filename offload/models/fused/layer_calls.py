@@ -179,7 +179,9 @@ class LayerCalls:
         inner: torch.Tensor,
         normed: torch.Tensor | None,
     ) -> None:
-        """inner = the first half of the MLP, of what its norm made of `hidden` if that was done."""
+        """inner = the first half of the MLP: of `normed`, if its norm was computed already, else of
+        `hidden` with the norm in the product.
+        """
         self._multiply(
             chain,
             self.entry.hidden if normed is None else normed,
@@ -202,7 +204,8 @@ class LayerCalls:
     ) -> torch.Tensor | None:
         """hidden = sum_norm(hidden + branch_norm(product of `into`)).
 
-        Returns what `next_norm` makes of it where a kernel passes by that can do it.
+        Returns `next_norm` of the new hidden, if a kernel that runs here anyway can compute it;
+        else None.
         """
         hidden = self.entry.hidden
         if branch_norm is None and sum_norm is None:
@@ -235,7 +238,7 @@ class LayerCalls:
         norm: Norm | None = None,
         **around: Any,
     ) -> None:
-        """out = product of `into`, which is `hidden` where a norm comes before."""
+        """out = product of `into`, to which `norm` is applied first; `into` is `hidden` then."""
         stored = product.as_stored(self.rows.batch)
         if stored is not None:
             if norm is not None:

@@ -20,9 +20,10 @@ from offload.models.specs.spec import LayerSpec, LinearSpec, NormSpec
 class Product:
     """The operands of a product: weight [outputs, inputs] (or `transposed`), bias [outputs].
 
-    A quantised weight is whole where `filling` was launched since its layer was entered; `stored`
-    is the same weight in panels, which a few rows may be multiplied with as they are, or for all
-    rows, which are rounded to int8: then there is no whole one, and `weight` has no memory.
+    Of a quantised weight, `weight` holds the numbers once `filling` was launched since the layer
+    was entered, and `stored` is the same weight as it is kept: in panels, for products of a few
+    rows, or in int8 for any number of rows, which are rounded to int8 too. A weight in int8 is
+    never made whole, and its `weight` has no memory.
     """
 
     weight: torch.Tensor

@@ -25,7 +25,9 @@ Parts = tuple[torch.Tensor, torch.Tensor | None]  # numbers, or codes and their 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The sequences first to last - 1, which keep what they keep on one side."""
+    """The sequences first to last - 1, whose keys and values are all on the compute device, or all
+    in CPU memory.
+    """
 
     first: int
     last: int
@@ -103,7 +105,9 @@ class Prompt:
         ]
 
     def run(self, spec: LayerSpec, weights: LayerWeights, kv: KvLayer | None) -> None:
-        """One layer. `kv`, with room for the tokens, gets their keys and values; None: nobody."""
+        """Run one layer. `kv`, which has room for the tokens, gets their keys and values; None:
+        they are not kept.
+        """
         for chunk in self._chunks:
             hidden = self._hidden[chunk.first : chunk.last]
             if kv is None:

@@ -27,8 +27,8 @@ class Step:
 
     @classmethod
     def glance(cls, given: Mapping[str, Any], spec: ModelSpec, stream: int) -> Step | None:
-        """From a call's arguments by name, if nothing that is written for them on `stream` could
-        harm: it goes into the session's own buffers, behind the cache's end.
+        """From a call's arguments by name, if it is safe to issue the step before they are checked:
+        what it writes on `stream` goes into the session's own buffers, behind the cache's end.
         """
         cache = cache_argument(given)
         session = session_of(cache, spec) if type(cache) is DynamicCache else None

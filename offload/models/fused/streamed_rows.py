@@ -1,5 +1,5 @@
-"""What the compute device does of a decode step for sequences in CPU memory: it attends to their
-keys and values as they come up, piece by piece.
+"""The compute device's part of a decode step for sequences in CPU memory: it attends to their keys
+and values as they come up, piece by piece.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 
 class _MadeForPlaces(Generic[K, V]):
-    """What was made for the places of `streamed`, until those lie elsewhere."""
+    """Objects made for the places of `streamed`; all are dropped when the places move."""
 
     def __init__(self, streamed: StreamedKv) -> None:
         self._streamed = streamed
@@ -38,7 +38,7 @@ class _MadeForPlaces(Generic[K, V]):
         self._made: dict[K, V] = {}
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """What there is for the key, else what `make` gives, which is kept."""
+        """The object for the key, made with `make` the first time."""
         if self._places is not self._streamed.places:
             self._places = self._streamed.places
             self._made.clear()
@@ -70,7 +70,7 @@ class StreamedRows:
         self.count = layers[0].rows_on_cpu
         self.streamed, self.entry, self.workspace = streamed, entry, workspace
         self.copies = common.host.copies
-        # Not `common`, which holds the session that holds this.
+        # Not `common` itself: it holds the session, which holds this.
         self.writes = common.writes
         self.kept = [_halves_of(layer) for layer in layers]
         split = layers[0].batch_size - self.count
@@ -92,7 +92,7 @@ class StreamedRows:
             streamed.reserve(*piece_bytes(self.count, alike, capacity, self._dtype, self.int8))
 
     def expect(self, padding: Padding | None) -> None:
-        """Nothing: the compute device knows it."""
+        """Nothing to do: `start` is on the compute device, and follows the padding."""
 
     @property
     def arriving(self) -> Any:
@@ -115,7 +115,7 @@ class StreamedRows:
         return Attending(self, index, self.staging(index, spec), spec.layout, scores, out)
 
     def pieces(self, index: int) -> list[Piece]:
-        """Those of a layer."""
+        """The pieces of a layer."""
         shape = self.kept[index][0].shape
         if shape not in self._pieces:
             head_bytes = 2 * HostColumns.nbytes((1, 1, *shape[2:]), self._dtype, self.int8)
@@ -123,12 +123,12 @@ class StreamedRows:
         return self._pieces[shape]
 
     def wanted(self, index: int, number: int) -> Wanted:
-        """A piece of this step."""
+        """What identifies a piece in the step under way."""
         return Wanted(self._owner, index, number, self.entry.past, self.writes.changes)
 
     def following(self, index: int, number: int) -> Iterator[Wanted]:
-        """What is wanted after a piece of this step: its other pieces and, if the next step follows
-        it, that one's, of layers whose new column was sent down.
+        """What is wanted after a piece of this step: its other pieces and, of the next step, if
+        that follows, the pieces of layers whose new column was sent down already.
         """
         at, past, last = index, self.entry.past, len(self.kept) - 1
         while True:
@@ -142,7 +142,7 @@ class StreamedRows:
             yield Wanted(self._owner, index, number, past, self.writes.changes)
 
     def first(self, index: int, past: int) -> int:
-        """The first column that any row sees of a layer, with column `past` as the newest."""
+        """The first column of a layer that any row sees when column `past` is the newest."""
         window = self._windows[index]
         return max(0, past + 1 - window) if window else 0
 
@@ -158,7 +158,7 @@ class StreamedRows:
         return self._columns.get((index, number, place), made)
 
     def whole(self, index: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where such a piece is made of int8, likewise."""
+        """Where a piece in int8 is converted to numbers, in the same shape."""
         shape = self._shape(index, piece)
         keys, values = halves(self.streamed.whole, shape, self._dtype, False, ALIGNMENT)
         return keys.stored, values.stored
@@ -168,7 +168,7 @@ class StreamedRows:
         return rows, heads, *self.kept[index][0].shape[2:]
 
     def pairs(self, wanted: Wanted, place: int) -> Pairs:
-        """What goes where for a piece in a place."""
+        """(target, source) of the copies that bring a piece into a place."""
         index, number, past = wanted.layer, wanted.number, wanted.past
         piece, first = self.pieces(index)[number], self.first(index, past)
         found = []
@@ -180,7 +180,7 @@ class StreamedRows:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """What a step adds to a layer. `stored` is what of `staged` is kept: itself, or int8."""
+    """What a step adds to a layer. `stored` is what is kept of `staged`: the same, or int8."""
 
     query: torch.Tensor  # [rows, 1, heads, head_dim]
     staged: Halves  # [rows, kv_heads, 1, head_dim]
@@ -245,7 +245,7 @@ class Attending:
         self._calls = _MadeForPlaces(rows.streamed)
 
     def launch(self, stream: int = 0) -> None:
-        """Nothing waits on the host."""
+        """Issue all of it; the host waits for nothing."""
         rows, index = self._rows, self._index
         for number in range(len(rows.pieces(index))):
             place = rows.streamed.take(rows.wanted(index, number), rows)

@@ -2,10 +2,10 @@
 
 Layout: the keys and the values of a layer are two tensors [batch, kv_heads, capacity, head_dim],
 contiguous, in the model's dtype. Column j holds token j of the sequence, padding included, in the
-first `length` columns; the rest has any content. A sliding window drops nothing: the kernels read
-no more than its columns. Where some sequences of a batch keep theirs in CPU memory, the first
-rows are in those buffers and the last ones in two more of the same layout, which may be int8 with
-scales: then what was computed there is what is read, but for half a scale.
+first `length` columns; the content of the others is undefined. A sliding window drops nothing: the
+kernels read no more than its columns. If some sequences of a batch keep theirs in CPU memory, the
+first rows are in those buffers and the last ones in two more of the same layout. These may be int8
+with scales: what is read is then within half a scale of what was computed.
 
 The cache itself is transformers' DynamicCache whose layers are `KvLayer`s, so `generate`, beams,
 `crop` and repeated turns work on it, and both engines can run on the same cache.
@@ -38,10 +38,10 @@ _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).paramete
 
 @dataclass(slots=True)
 class HostWrites:
-    """Who wrote to a cache's columns in CPU memory."""
+    """What was written to a cache's columns in CPU memory."""
 
     arriving: Any = None  # the point at which all that was sent there has arrived
-    changes: int = 0  # how often others than decode steps wrote
+    changes: int = 0  # how often anything but a decode step wrote
 
 
 @dataclass(slots=True)
@@ -51,9 +51,9 @@ class KvCommon:
     max_length: int = 0  # columns that will be needed in the end; 0: unknown
     session: Any = None  # calls that were made for these buffers; dropped when one of them moves
     spec: ModelSpec | None = None  # of the model whose calls they are, that very object
-    host: HostKv | None = None  # where the last rows' keys and values go; None: no row's
+    host: HostKv | None = None  # where the last rows' go; None: all stay on the compute device
     writes: HostWrites = field(default_factory=HostWrites)
-    share: GpuShare | None = None  # the rows whose place is not there
+    share: GpuShare | None = None  # of the rows on the compute device
 
     def __deepcopy__(self, memo: Any) -> KvCommon:
         self.settle()
@@ -72,7 +72,7 @@ class KvCommon:
         return batch - self.share.rows
 
     def settle(self) -> None:
-        """Return when the host may read what is in CPU memory."""
+        """Wait until the host may read what is in CPU memory."""
         point, self.writes.arriving = self.writes.arriving, None
         if point is not None and self.host is not None:
             self.host.copies.synchronize(point)
@@ -140,7 +140,7 @@ class KvLayer(CacheLayerMixin):
 
     @property
     def device(self) -> torch.device | None:
-        """Where computation finds them."""
+        """Where computation takes place."""
         return None if self.key_buffer is None else self.key_buffer.device
 
     def reserve(self, columns: int, like: torch.Tensor, batch: int, heads: int, width: int) -> None:
@@ -173,8 +173,8 @@ class KvLayer(CacheLayerMixin):
         return self.host_keys, self.host_values
 
     def _allocate(self, shape: tuple[int, ...], below: int, like: torch.Tensor) -> None:
-        """New buffers for [batch, heads, columns, width], with any content; the last `below` rows
-        in CPU memory.
+        """New buffers for [batch, heads, columns, width], their content undefined; the last `below`
+        rows are in CPU memory.
         """
         self.common.session = None  # its calls would keep the old buffers alive
         with torch.inference_mode(False):
@@ -187,7 +187,7 @@ class KvLayer(CacheLayerMixin):
                 part = (below, *shape[1:])
                 block = home.borrow(2 * HostColumns.nbytes(part, like.dtype, home.int8), below)
                 under = block.halves(part, like.dtype, home.int8)
-        # Only now that nothing fails any more: what the old ones hold may be gone on with.
+        # Last, when nothing can fail any more: until then the old buffers are still in use.
         self.key_buffer, self.value_buffer, self._block = keys, values, block
         self.host_keys, self.host_values = under
 
@@ -275,10 +275,9 @@ class KvLayer(CacheLayerMixin):
             self._pick_from_both_sides(rows.cpu().long(), below, stays)
 
     def _pick_from_both_sides(self, rows: torch.Tensor, below: int, stays: bool) -> None:
-        """The same with the last `below` rows of those in CPU memory, before or after.
-
-        In the same buffers only what moves is touched. What goes over the link does so at once; in
-        CPU memory each row is copied once.
+        """The same where the last `below` rows are in CPU memory, before or after. In buffers that
+        stay, only rows that move are touched: each crosses the link once, or is copied once within
+        CPU memory.
         """
         assert self.key_buffer is not None
         self.common.settle()
@@ -371,7 +370,7 @@ def common_of(cache: DynamicCache) -> KvCommon:
 
 
 def session_of(cache: DynamicCache | None, spec: ModelSpec) -> Any:
-    """What was made for the buffers of a cache and this model; None where nothing was."""
+    """The calls made for a cache's buffers and this model, if there are any."""
     layer = cache.layers[0] if cache is not None and cache.layers else None
     if not isinstance(layer, KvLayer) or layer.common.spec is not spec:
         return None
@@ -379,7 +378,7 @@ def session_of(cache: DynamicCache | None, spec: ModelSpec) -> Any:
 
 
 def dtype_of(cache: Any) -> torch.dtype | None:
-    """Of what a DynamicCache that is not empty keeps."""
+    """The dtype of the keys and values in a DynamicCache that is not empty."""
     layer = cache.layers[0]
     keys = layer.key_buffer if isinstance(layer, KvLayer) else layer.keys
     return None if keys is None else keys.dtype

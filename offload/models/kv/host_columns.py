@@ -15,16 +15,16 @@ from offload.kernels.quantize_rows import QuantizeRows
 from offload.store.layout import align
 
 SCALE = torch.float32
-SPARE = -1  # the number of a row that is beside others
+SPARE = -1  # stands for a row beside the others
 
 
 @dataclass(frozen=True, slots=True)
 class HostColumns:
     """[rows, kv_heads, capacity, head_dim] numbers of `dtype`: `stored` itself or, where that is
-    int8, stored * scales with one scale a column, float32 [rows, kv_heads, capacity].
+    int8, stored * scales, with one scale a column: float32 [rows, kv_heads, capacity].
 
-    A number that is written is read with an error of half a scale, which is 1/254 of the largest
-    magnitude among the head's of that token; what is moved between two of these keeps its codes.
+    A number written as int8 is read back within half a scale, 1/254 of the largest magnitude in the
+    same token and head. Copies between two of these copy codes and scales as they are.
     """
 
     stored: torch.Tensor
@@ -41,7 +41,7 @@ class HostColumns:
 
     @staticmethod
     def nbytes(shape: tuple[int, ...], dtype: torch.dtype, int8: bool) -> int:
-        """What such columns take."""
+        """Bytes that such columns take."""
         if int8:
             return torch.Size(shape).numel() + torch.Size(shape[:-1]).numel() * SCALE.itemsize
         return torch.Size(shape).numel() * dtype.itemsize
@@ -79,13 +79,13 @@ class HostColumns:
         self.scales[:, :, columns] = scales
 
     def beside(self, other: HostColumns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What of both corresponds: numbers, or codes and then scales."""
+        """Pairs of tensors that correspond: the numbers, or the codes and then the scales."""
         yield self.stored, other.stored
         if self.scales is not None and other.scales is not None:
             yield self.scales, other.scales
 
     def take(self, other: HostColumns, columns: int) -> None:
-        """The first columns of as many rows, as they are stored there."""
+        """Copy the first columns of as many rows of `other`, as they are stored there."""
         self.stored[:, :, :columns] = other.stored[:, :, :columns]
         if self.scales is not None and other.scales is not None:
             self.scales[:, :, :columns] = other.scales[:, :, :columns]
@@ -96,7 +96,7 @@ class HostColumns:
         return HostColumns.empty(shape, self.dtype, self.scales is not None)
 
     def picked(self, rows: torch.Tensor, columns: int) -> HostColumns:
-        """Those rows' first columns, in that order, in memory of their own."""
+        """The first columns of those rows, in that order, in memory of their own."""
         scales = self.scales
         if scales is not None:
             scales = scales[:, :, :columns].index_select(0, rows)
@@ -104,8 +104,9 @@ class HostColumns:
 
 
 def in_place(sources: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Copies (target, source) after which each target row has what its source had before; SPARE is
-    a row beside them. Each row is copied once, and one of every cycle twice.
+    """Copies (target, source) that permute rows in place: after them each target row has what its
+    source had before. Each row is copied once, and one of every cycle twice, by way of the row
+    SPARE.
     """
     pending = {target: source for target, source in sources.items() if target != source}
     readers = Counter(pending.values())
@@ -146,7 +147,7 @@ def halves(
 
 
 def halves_bytes(shape: tuple[int, ...], dtype: torch.dtype, int8: bool) -> int:
-    """What `halves` of a compute device take there, where each tensor is aligned."""
+    """Bytes that `halves` take on a compute device, where each tensor is aligned."""
     parts = [torch.Size(shape).numel() * (torch.int8 if int8 else dtype).itemsize]
     if int8:
         parts.append(torch.Size(shape[:-1]).numel() * SCALE.itemsize)
@@ -166,7 +167,7 @@ def quantised(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise_into(
     numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, stream: int
 ) -> None:
-    """The same in contiguous memory at hand, on a stream of the current GPU."""
+    """The same into contiguous memory that exists, on a stream of the current GPU."""
     width = numbers.shape[-1]
     if numbers.numel():
         QuantizeRows(numbers, codes.view(-1, width), scales.view(-1)).launch(stream)

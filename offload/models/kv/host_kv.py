@@ -1,4 +1,4 @@
-"""CPU memory for keys and values: whose they are that go there, and the blocks that it comes in."""
+"""CPU memory for keys and values: which sequences use it, and the blocks that are given out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from offload.sizes import format_size
 
 
 class HostKv:
-    """Of all sequences in caches, `gpu_sequences` keep keys and values on the compute device: the
-    first ones of each batch, as far as there is room. The others keep theirs in CPU memory.
+    """Of all sequences in caches, `gpu_sequences` keep their keys and values on the compute device:
+    the first ones of each batch, while there is room. The others keep theirs in CPU memory, in
+    blocks: one for each layer of a cache, of `row_bytes` a sequence at least.
 
-    That comes in blocks, one for a layer of a cache, of `row_bytes` a sequence at least, so that a
-    cache after another finds the same ones again: pinning takes longer than a pass over the
-    weights.
+    Blocks that are given back serve later caches, since pinning them takes longer than a pass over
+    the weights.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class HostKv:
         int8: bool = False,
         streamed: bool = False,
     ) -> None:
-        """`int8`: codes are kept, with a scale a token and head; else the model's numbers.
-        `streamed`: they come up for attention, to which CPU cores see otherwise.
+        """`int8`: codes are kept, with a scale a token and head, instead of the model's numbers.
+        `streamed`: keys and values come up to the compute device for attention; else CPU cores
+        attend to them.
         """
         self.int8, self.streamed = int8, streamed
         self.gpu_sequences = gpu_sequences
@@ -57,32 +58,32 @@ class HostKv:
         return share
 
     def borrow(self, nbytes: int, rows: int) -> HostBlock:
-        """A block of so many bytes, for so many sequences, with any content. Raises BudgetError,
-        MemoryError.
+        """A block of so many bytes, for so many sequences, its content undefined. Raises
+        BudgetError, MemoryError.
         """
         buffer = self._find(nbytes)
         if buffer is None:
-            gc.collect()  # a cache that nobody has may not be known to be so
+            gc.collect()  # caches that nobody holds may not be collected yet
             buffer = self._find(nbytes)
         if buffer is None:
-            self._give_back()  # too small, all of them
+            self._give_back()  # all of them are too small
             buffer = self._new(max(nbytes, rows * self._row_bytes))
         return HostBlock(self, buffer)
 
     def take_back(self, buffer: aio.AlignedBuffer) -> None:
-        """What was borrowed; may be called by whichever thread the collector runs in."""
+        """Take a block back. Called from whichever thread the garbage collector runs in."""
         if self._closed:
             buffer.close()
         else:
             self._free.append(buffer)
 
     def close(self) -> None:
-        """Give free blocks back to the system, and others when they come back."""
+        """Give free blocks back to the system, and the others as they are returned."""
         self._closed = True
         self._give_back()
 
     def _give_back(self) -> None:
-        """Free blocks to the system, behind the copies into caches that are gone already."""
+        """Give free blocks back to the system, after the copies into caches that are gone."""
         with self._taking:
             free, self._free = self._free, []
         self.copies.drain()
@@ -90,7 +91,7 @@ class HostKv:
             free.pop().close()
 
     def _find(self, nbytes: int) -> aio.AlignedBuffer | None:
-        """The smallest that is large enough."""
+        """The smallest free block that is large enough."""
         with self._taking:
             fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
             if not fitting:
@@ -113,14 +114,14 @@ class HostKv:
 
 
 class GpuShare:
-    """So many rows of a batch, the first ones, are on the compute device."""
+    """The first `rows` rows of a batch are on the compute device."""
 
     def __init__(self, batch: int, rows: int) -> None:
         self.batch, self.rows = batch, rows
 
 
 class HostBlock:
-    """Memory that is given back when this object goes."""
+    """A block that is given back when this object is collected."""
 
     def __init__(self, home: HostKv, buffer: aio.AlignedBuffer) -> None:
         self._buffer = buffer
@@ -129,7 +130,7 @@ class HostBlock:
     def halves(
         self, shape: tuple[int, ...], dtype: torch.dtype, int8: bool = False
     ) -> tuple[HostColumns, HostColumns]:
-        """Keys and values of that shape, with any content."""
+        """Keys and values of that shape, their content undefined."""
         return halves(self._buffer.tensor(), shape, dtype, int8)
 
     def __deepcopy__(self, memo: Any) -> None:

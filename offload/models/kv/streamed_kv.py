@@ -19,7 +19,7 @@ from offload.sizes import format_size
 from offload.store import POISON, POISON_BYTE
 from offload.trace import Trace
 
-KEPT_STEPS = 256  # the latest ones, of which reports have medians
+KEPT_STEPS = 256  # whose medians are reported
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
 
@@ -28,7 +28,8 @@ def piece_bytes(
     rows: int, shapes: Iterable[tuple[int, int]], columns: int, dtype: torch.dtype, int8: bool
 ) -> tuple[int, int]:
     """Bytes of the largest piece of `rows` sequences of so many columns, in layers of these (KV
-    heads, head_dim): as it comes up, and as it is made whole where it is int8, else 0.
+    heads, head_dim): as it comes up, and, where that is int8, as it is converted to numbers (else
+    0).
     """
     most = whole = 0
     for heads, width in set(shapes):
@@ -49,7 +50,7 @@ def places_bytes(
 
 
 class Wanted(NamedTuple):
-    """A piece as a decode step wants it."""
+    """What identifies a piece that a decode step wants."""
 
     owner: object  # whose calls read it
     layer: int
@@ -68,7 +69,7 @@ class Source(Protocol):
         """The point at which all that was sent down has arrived."""
 
     def pairs(self, wanted: Wanted, place: int) -> Pairs:
-        """What goes where for a piece in a place."""
+        """(target, source) of the copies that bring a piece into a place."""
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class StreamedWork:
     latest: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # bytes of each
 
     def add(self, nbytes: int, sequences: int | None) -> None:
-        """A piece that is used; `sequences`: of the step that it is the first of."""
+        """Count a piece that is used; `sequences`: given for the first piece of a step."""
         if sequences is not None:
             self.steps, self.sequences = self.steps + 1, sequences
             self.latest.append(0)
@@ -97,7 +98,7 @@ class StreamedWork:
 
     @property
     def typical_bytes(self) -> int | None:
-        """Of a step, the median of the latest; None before there was one."""
+        """Bytes of a step, the median of the latest ones; None before there was one."""
         return int(statistics.median(self.latest)) if self.latest else None
 
     def __str__(self) -> str:
@@ -115,13 +116,13 @@ class StreamedWork:
 class StreamedKv:
     """The places on the compute device through which keys and values pass, piece by piece.
 
-    Decode steps take pieces in one order, and those that come next are asked for ahead as far as
-    places are free, over layers and from a step to the next one. What came ahead is used only where
-    it is the very next that is taken, and as it is in CPU memory by then; else all of it is
-    forgotten: a wrong guess costs the link its bytes, never an answer. Several caches that take
-    turns, layer by layer, guess nothing beyond a layer.
+    Decode steps take pieces in a fixed order, so the next ones are loaded ahead while places are
+    free, across layers and from one step to the next. A piece that was loaded ahead is used only if
+    it is the very next that is taken and CPU memory still holds the same; otherwise all loads ahead
+    are dropped: a wrong guess costs time on the link, never a wrong result. When several caches
+    take turns layer by layer, nothing is loaded ahead beyond a layer.
 
-    Compute streams that take turns share the places: what reads one is waited for.
+    Compute streams that take turns share the places, and wait for each other's reads.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class StreamedKv:
     ) -> None:
         self.work = StreamedWork()
         self.places: list[torch.Tensor] = []  # uint8; another list when they lie elsewhere
-        self.whole = torch.empty(0, dtype=torch.uint8, device=device)  # for a piece made of int8
+        self.whole = torch.empty(0, dtype=torch.uint8, device=device)  # a piece converted from int8
         self._host, self._device, self._trace = host, device, trace
         self._poison = os.environ.get(POISON) == "1"
         self._free: list[Any] = [None] * KV_PIECES  # the point after a place's last use
@@ -144,8 +145,8 @@ class StreamedKv:
         self._alone = True  # whether the layer before was of the same owner
 
     def reserve(self, nbytes: int, whole: int) -> None:
-        """Room for pieces of so many bytes, and for one that is made whole. Calls made for the old
-        places must be made anew.
+        """Make room for pieces of so many bytes, and for one of `whole` bytes that is converted.
+        Calls made for the old places must be made anew.
         """
         if self.places and nbytes <= self.places[0].numel() and whole <= self.whole.numel():
             return
@@ -155,7 +156,7 @@ class StreamedKv:
         self.places, self.whole = [], self.whole[:0].clone()  # first: both would be there at once
         with torch.inference_mode(False):
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # what stays is no part of a block that is merely kept
+                torch.cuda.empty_cache()  # what stays must be no part of a cached block
 
             def memory(size: int) -> torch.Tensor:
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -165,7 +166,9 @@ class StreamedKv:
         self._free = [self._host.copies.mark()] * KV_PIECES
 
     def _settle(self) -> None:
-        """What is computed from now on has the places to itself."""
+        """Drop the loads ahead, and make what is computed from now on wait for all uses of the
+        places.
+        """
         self._loads.clear()
         for point in (*self._free, self._latest):
             self._host.copies.wait(point)
@@ -204,11 +207,11 @@ class StreamedKv:
             self._loads.append(self._load(wanted, source))
 
     def give_back(self) -> None:
-        """What was issued so far is the last that reads the place."""
+        """The place may be loaded anew once what was issued so far has run."""
         place, self._taken = self._taken, None
         if place is None:
             return
-        if self._poison:  # in tests: whoever reads what did not come up finds NaN
+        if self._poison:  # in tests: reads of what did not come up find NaN
             self.places[place].fill_(POISON_BYTE)
         self._free[place] = self._host.copies.mark()
 
