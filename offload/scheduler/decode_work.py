@@ -20,8 +20,8 @@ OWN_ROWS = 16
 
 
 def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) -> Work:
-    """At the mean length of the job. Raises HardwareError for a rate that is needed and not
-    known.
+    """The work of a step at the job's mean length. Raises HardwareError for a rate that is needed
+    and not known.
     """
     weights, precision = weights_of(model, setting.precision), setting.precision
     engine, count = model.engine, len(model.layers)
@@ -87,14 +87,14 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
 
 
 class _Issue(NamedTuple):
-    """Seconds that the host takes to issue what a step does of a layer."""
+    """Seconds that the host takes to issue one layer of a step."""
 
     layer: float  # its kernels
     load: float  # its load, where it comes through a slot
     graphs: bool  # whether resident layers are launched as graphs, which take next to nothing
 
     def seconds(self, resident: bool) -> float:
-        """All of a layer's."""
+        """Everything that is issued for a layer."""
         if resident:
             return 0.0 if self.graphs else self.layer
         return self.layer + self.load
@@ -120,7 +120,7 @@ def _issue(model: ModelProfile, hardware: Hardware, job: Job, setting: Setting) 
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """What stands beside a layer's products, and is the same of all: seconds of one layer."""
+    """What a layer takes beside its products, the same for all layers: seconds."""
 
     attention: float  # on the compute device
     cpu: float  # attention on CPU cores, the way there and back
@@ -129,8 +129,8 @@ class _Beside:
     overlaps: bool  # whether a part of the step is computed while cores attend for another
 
     def layer(self, products: float, early: float, resident: bool) -> float:
-        """Of the whole layer; `early`: what of its products the compute device may do while cores
-        attend.
+        """Seconds of the whole layer; `early`: those of its products that the compute device can do
+        while cores attend.
         """
         gemm = max(products + self.kernels, self.issue.seconds(resident))
         if self.overlaps:
@@ -142,8 +142,8 @@ class _Beside:
 def _exchange(
     model: ModelProfile, hardware: Hardware, setting: Setting, at_cpu: int
 ) -> tuple[float, float]:
-    """Seconds that a layer's way to CPU cores and back takes but for attention, and bytes that go
-    down. What comes up is no more.
+    """For a layer's exchange with CPU cores: seconds without attention, and bytes that go down.
+    What comes up is no more than that.
     """
     if not at_cpu:
         return 0.0, 0.0
@@ -156,8 +156,8 @@ def _exchange(
 def _attention_on_cpu(
     model: ModelProfile, hardware: Hardware, setting: Setting, tokens: float
 ) -> float:
-    """Seconds of attention to so many tokens of a layer, alone. What int8 gains is counted on where
-    it was measured.
+    """Seconds of attention to so many tokens of a layer, with nothing beside it. A gain from int8
+    counts only where it was measured.
     """
     if not tokens:
         return 0.0

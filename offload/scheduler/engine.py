@@ -16,48 +16,48 @@ class CpuAttention(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What it does, and counts of one layer: a machine's speed is in none of them, as what the host
-    does is in launches and calls, whose time is measured. Widths are in tensors as wide as the
-    residual, and as the MLP.
+    """What an engine can do, and how much work that is for one layer. No field depends on a
+    machine's speed: the host's work is counted in launches and calls, whose time is measured.
+    Widths count tensors as wide as the residual, and tensors as wide as the MLP.
 
-    A plan has nothing that its engine does not do.
+    A plan uses nothing that its engine cannot do.
     """
 
     name: str
     kernels: int  # launches of a layer in a decode step
-    prompt_kernels: int  # of a part of a prompt in a layer
-    alive: tuple[int, int]  # widths that a prompt's rows keep at once in the widest place
+    prompt_kernels: int  # launches of a layer for a part of a prompt
+    alive: tuple[int, int]  # widths of a prompt's rows that stand at once, where most do
     moved: tuple[int, int]  # widths that are read and written between a prompt's products
     load_kernels: int = 0  # launches that take the host as long as issuing a load does
-    mlp_rows: int | None = None  # of those as wide as the MLP that are alive at once; None: all
-    cpu_kv: frozenset[CpuAttention] = field(default=frozenset())  # how it may serve them
-    int8_kv: bool = False  # whether those are int8 there, with a scale a token and head
-    chunks: bool = False  # whether a pass reads prompts some rows, or a sequence, at a time
-    micro_batches: bool = False  # whether it takes several passes over prompts, and parts of a step
+    mlp_rows: int | None = None  # rows as wide as the MLP that stand at once; None: all
+    # Who may attend to keys and values in CPU memory.
+    cpu_kv: frozenset[CpuAttention] = field(default=frozenset())
+    int8_kv: bool = False  # whether those are int8, with a scale a token and head
+    chunks: bool = False  # whether a pass reads prompts in parts, of rows or sequences
+    micro_batches: bool = False  # whether prompts take several passes, and a step has parts
     lockstep: bool = False  # whether parts of a batch may share a pass, of prompts and of steps
-    masks: tuple[int, int] = (0, 0)  # elements at most of all that padded prompts keep, and of one
-    scores: int = 0  # elements at most of scores that stand at once, where they do
-    score_bytes: int = 0  # that are read and written for one of them, until it is a weight
-    whole_layers: bool = False  # whether a layer's quantised weights stand whole at once, or one
-    stored_rows: int | None = None  # so many are multiplied with them as they are stored; None: any
-    stored_streamed: bool = True  # also where the layer comes through a slot
+    masks: tuple[int, int] = (0, 0)  # most elements of all masks of padded prompts, of one
+    scores: int = 0  # most elements of scores in memory at once; 0: attention is fused
+    score_bytes: int = 0  # read and written for each score, until it is a softmax weight
+    whole_layers: bool = False  # a layer's quantised weights are made whole together, not singly
+    stored_rows: int | None = None  # most rows that quantised weights multiply as stored; None: any
+    stored_streamed: bool = True  # also in layers that come through a slot
     own_kernels: bool = False  # whether few rows are multiplied by kernels measured as `few_rows`
     graphs: bool = False  # whether runs of resident layers are launched at once in a decode step
-    overlaps: bool = False  # whether one part of a step is computed while CPU cores attend another
-    # Small ones of a layer in a decode step that the compute device runs between products, of many
-    # rows and of few.
+    overlaps: bool = False  # whether a part of a step is computed while cores attend for another
+    # Small kernels between the products of a layer in a decode step: with many rows, with few.
     small_kernels: tuple[int, int] = (0, 0)
     piece_kernels: int = 0  # launches for a piece of keys and values that comes up the link
-    # Time that the host spends in Python, in that of one call which is made, checked and launched
-    # (`Hardware.call`). A time and no count, as it holds what torch's own operations take and all
-    # else that is done: of a part of a prompt in a layer, ahead of a prompt, and from a step's last
-    # layer to the next one's first.
+    # Time that the host spends in Python, with the time of one call (`Hardware.call`) as the unit:
+    # it includes torch's own operations and everything else, so it is no count of calls. For a part
+    # of a prompt in a layer; ahead of a prompt; between the last layer of a step and the first of
+    # the next.
     prompt_calls: float = 0
     start_calls: float = 0
     step_calls: float = 0
 
     def alive_elements(self, rows: int, hidden: int, intermediate: int) -> int:
-        """Elements of activations in the widest place of a layer."""
+        """Elements of activations that stand at once, where a layer needs most."""
         wide_rows = rows if self.mlp_rows is None else min(rows, self.mlp_rows)
         return rows * self.alive[0] * hidden + wide_rows * self.alive[1] * intermediate
 
@@ -66,7 +66,7 @@ class Engine:
         return self.moved[0] * hidden + self.moved[1] * intermediate
 
 
-# All that a plan can be about; what an engine that does it all on fused kernels takes.
+# Does all that a plan can ask for, with the work of fused kernels.
 EVERYTHING = Engine(
     name="any",
     kernels=12,
@@ -89,7 +89,7 @@ FUSED = Engine(
     chunks=True,
     masks=(1 << 28, 1 << 26),
     scores=1 << 26,
-    # Made in float32; scaled, shifted, masked and made weights in place; rounded, and read again.
+    # Written in float32; scaled, shifted, masked and normalised in place; rounded, and read again.
     score_bytes=4 + 4 * 8 + 6 + 2,
     whole_layers=True,
     stored_rows=64,

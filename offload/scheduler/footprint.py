@@ -31,12 +31,12 @@ class Weights:
 
     @cached_property
     def slot_sizes(self) -> tuple[int, ...]:
-        """The same as it stands in a slot."""
+        """Bytes of every layer in a slot."""
         return tuple(self.model.slot_bytes(x, self.precision) for x in self.model.layers)
 
     @cached_property
     def kinds(self) -> tuple[tuple[LayerProfile, int, int], ...]:
-        """Layers that differ: one of each, its bytes, and how many there are."""
+        """Layers that differ: one of each kind, its bytes, and how many there are."""
         counts: dict[LayerProfile, int] = {}
         for layer in self.model.layers:
             counts[layer] = counts.get(layer, 0) + 1
@@ -63,7 +63,7 @@ class Weights:
         return [*reversed(list(accumulate(order, max))), 0]
 
     def moved(self, setting: Setting) -> tuple[int, int]:
-        """Bytes that cross the link, and of them the disk, in one pass."""
+        """Bytes that cross the link in one pass, and those of them that come from the disk."""
         sums, end = self._size_sums, setting.resident + setting.cpu
         return sums[-1] - sums[setting.resident], sums[-1] - sums[end]
 
@@ -78,12 +78,12 @@ class Weights:
 
     @cached_property
     def ring(self) -> int:
-        """For disk reads."""
+        """Bytes that disk reads pass through."""
         return chunk_bytes(max(self.slot_sizes, default=0)) * CHUNKS
 
     @cached_property
     def buffer(self) -> int:
-        """For weights made wide again, where products need that: one, or a layer's."""
+        """Bytes for quantised weights made whole, if products need that: of one, or of a layer."""
         if not self.precision.quantised:
             return 0
         layers, all_at_once = self.model.layers, self.model.engine.whole_layers
@@ -93,7 +93,7 @@ class Weights:
 
 @lru_cache(maxsize=64)
 def weights_of(model: ModelProfile, precision: Precision) -> Weights:
-    """Made once: sums over all layers are what costs."""
+    """The same object for the same arguments: its sums over all layers are costly."""
     return Weights(model, precision)
 
 
@@ -136,9 +136,9 @@ class Footprint:
 
 
 def held_by_torch(nbytes: int, count: int) -> int:
-    """Bytes of GPU memory that PyTorch's allocator takes for `count` blocks of so many bytes that
-    stay: it asks for 2 MiB to give out blocks of up to 1 MiB, for 20 MiB where they are below 10,
-    and for larger ones alone, in steps of 2 MiB.
+    """Bytes of GPU memory that PyTorch's allocator takes for `count` blocks of `nbytes` that stay.
+    It cuts blocks of up to 1 MiB out of 2 MiB, blocks below 10 MiB out of 20 MiB, and allocates
+    larger ones singly, in steps of 2 MiB.
     """
     if nbytes >= ALONE:
         return count * -(-nbytes // BLOCK_STEP) * BLOCK_STEP
@@ -161,9 +161,9 @@ class Widths(Protocol):
 def working_bytes(
     engine: Engine, model: Widths, *, tokens: int, rows: int, batch: int, itemsize: int
 ) -> tuple[int, int]:
-    """Of a pass over `tokens` of `batch` sequences: residuals of all of them, and what stands
-    beside those: activations of the engine's widest place, of `rows` at once, and logits of one
-    token a sequence, in fp32 too. Attention is taken to be fused (no score matrix).
+    """For a pass over `tokens` of `batch` sequences: the bytes of all residuals, and of what stands
+    beside them: the activations of `rows` tokens where a layer needs most, and logits of one token
+    a sequence, also in fp32. Attention is taken to be fused (no score matrix).
     """
     residuals = tokens * model.hidden * itemsize if engine.chunks or rows < tokens else 0
     activations = itemsize * engine.alive_elements(rows, model.hidden, model.intermediate)
@@ -171,23 +171,25 @@ def working_bytes(
 
 
 def leaving_bytes(rows: int, on_cpu: int, wide: int = 0) -> int:
-    """Keys and values of so many rows that go to CPU memory, `on_cpu` bytes a row: those of one
-    part of the prompts leave while those of the next are made. In int8 codes leave, and what they
-    are made of (`wide`) is free again at once.
+    """Bytes of keys and values of `rows` tokens on their way to CPU memory, `on_cpu` bytes each:
+    those of one part of the prompts leave while the next part's are made. In int8 only codes leave;
+    what they are made of (`wide` bytes a token) is free again at once.
     """
     return rows * (wide + 2 * on_cpu)
 
 
 def _masks(engine: Engine, tokens: int, rows: int, prompt: int, itemsize: int) -> int:
-    """Bytes for prompts of several lengths: a byte an element is kept for the layers that follow,
-    and of the mask in use there is what is added to scores, too.
+    """Bytes of masks, for prompts of several lengths: the masks that are kept for the layers that
+    follow take a byte an element, and the one in use is also needed as numbers to add to scores.
     """
     kept, one = engine.masks
     return min(kept, tokens * prompt) + itemsize * min(one, rows * prompt)
 
 
 def _rising(model: ModelProfile, job: Job, setting: Setting) -> int:
-    """Bytes for keys and values on their way up the link, and in int8 for a piece made whole."""
+    """Bytes of the places for keys and values that come up the link, and for a piece converted from
+    int8.
+    """
     sequences, precision = setting.cpu_sequences, setting.precision
     if not sequences or setting.attention is not CpuAttention.GPU:
         return 0
@@ -199,7 +201,7 @@ def _rising(model: ModelProfile, job: Job, setting: Setting) -> int:
 
 
 def _scores(model: ModelProfile, rows: int, prompt: int, itemsize: int) -> int:
-    """Bytes of scores in float32, the weights that they become, and those rounded."""
+    """Bytes of scores in float32, the softmax weights made of them, and those rounded."""
     if not model.score_heads:
         return 0
     elements = int(max(rows, prompt) * prompt * model.score_heads)

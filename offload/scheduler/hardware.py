@@ -27,7 +27,7 @@ class HardwareError(OffloadError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the rates depend on; a change of any of it makes them another machine's. Bytes."""
+    """What the rates depend on: if any of it changes, it is another machine. Sizes are in bytes."""
 
     gpu: str | None  # its name; None: no GPU computes
     gpu_memory: int
@@ -47,8 +47,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one machine, bytes or FLOP per second, and seconds that small things take: `_UNITS`
-    has the unit of each. None was not measured, and `absent` has the reason.
+    """Rates of one machine, in bytes or FLOP per second, and the seconds that small operations
+    take; `_UNITS` has the unit of each. None was not measured, for the reason in `absent`.
     """
 
     machine: Machine
@@ -58,28 +58,28 @@ class Hardware:
     link_down_both: float | None = None
     disk: float | None = None  # direct reads into pinned memory
     hbm: float | None = None  # reads of the compute device's memory
-    hbm_copy: float | None = None  # read + written by a copy in it
+    hbm_copy: float | None = None  # bytes read + written by copies within it
     matrix: Mapping[str, Curve] = field(default_factory=dict)  # by dtype: rows -> FLOP/s, sustained
-    # By how weights are kept, a dtype or a precision: rows -> bytes of them that products of so few
-    # rows read per second, by the fused engine's kernels.
+    # By the dtype or precision of the weights: rows -> bytes of weights per second that the fused
+    # engine's products of so few rows read.
     few_rows: Mapping[str, Curve] = field(default_factory=dict)
-    # Tokens of a prompt -> FLOP per second of its attention, the half that is not masked counted.
+    # Tokens of a prompt -> FLOP per second of its attention; only what is not masked counts.
     prompt_attention: Curve = ()
     gpu_attention: Curve = ()  # queries a KV head -> bytes per second, while decoding
     cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
     cpu_attention_by: str = ""  # what measured it
-    cpu_attention_int8: Curve = ()  # the same of keys and values in int8, with their scales
-    host_read: float | None = None  # CPU memory, by as many cores as attend, alone
-    host_read_beside: float | None = None  # beside a full stream up the link
-    link_beside: float | None = None  # that stream's rate then
-    # Attention beside a full stream, by queries a KV head, and that stream's rate.
+    cpu_attention_int8: Curve = ()  # the same for keys and values in int8, scales included
+    host_read: float | None = None  # plain reads of CPU memory, by as many cores as attend
+    host_read_beside: float | None = None  # the same beside a full stream up the link
+    link_beside: float | None = None  # the rate of that stream meanwhile
+    # By queries a KV head: attention beside a full stream, and the rate of that stream meanwhile.
     cpu_attention_beside: Curve = ()
     link_beside_attention: Curve = ()
-    kernel: float | None = None  # of a small one on the compute device, behind another one
-    launch: float | None = None  # of one kernel that PyTorch launches, on the host
-    launch_after_cores: float | None = None  # the same, when the host has waited for CPU cores
-    call: float | None = None  # of making, checking and launching an own kernel's call in Python
-    # From queries on the compute device to what CPU cores make of them there, but for attention.
+    kernel: float | None = None  # a small kernel on the compute device, right behind another
+    launch: float | None = None  # launching a kernel by PyTorch, on the host
+    launch_after_cores: float | None = None  # the same after the host has waited for CPU cores
+    call: float | None = None  # making, checking and launching an own kernel's call in Python
+    # From queries on the compute device to the result of CPU cores back there, without attention.
     exchange: float | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,9 +96,9 @@ class Hardware:
                 raise HardwareError(f"a curve has the points {points}, not rising from 1 on")
 
     def matrix_rate(self, dtype: str, rows: float) -> float:
-        """FLOP/s of a product of `rows` rows; between measured counts on a line of logarithms.
-
-        A dtype that was not measured has the rate of another as wide. Raises HardwareError.
+        """FLOP/s of a product of `rows` rows, interpolated between measured counts on logarithmic
+        scales. A dtype that was not measured has the rate of another of the same width. Raises
+        HardwareError.
         """
         curve = self._products(dtype)
         if not curve:
@@ -123,14 +123,14 @@ class Hardware:
         return _between(curve, max(rows, curve[0][0]))
 
     def attention_rate(self, group: int, int8: bool = False) -> float | None:
-        """Bytes of keys and values per second that the CPU attends to, alone, for `group` queries
-        a KV head: of the next larger group that was measured.
+        """Bytes of keys and values per second that the CPU attends to, with nothing beside it, for
+        `group` queries a KV head: the rate measured for the next larger group.
         """
         return _of_group(self.cpu_attention_int8 if int8 else self.cpu_attention, group)
 
     def beside(self, group: int) -> tuple[float, float]:
-        """What attention on the CPU and the stream up the link keep of their rates beside each
-        other, at most 1 each; by plain reads where attention was not measured so.
+        """The shares of their rates, at most 1, that attention on the CPU and the stream up the
+        link keep when both run; from plain reads if attention was not measured so.
         """
         link, alone = self.needed("link_up"), _of_group(self.cpu_attention, group)
         attends = _of_group(self.cpu_attention_beside, group)
@@ -149,7 +149,7 @@ class Hardware:
 
     def gpu_attention_rate(self, group: int) -> float:
         """Bytes of keys and values per second that the compute device attends to while decoding,
-        for `group` queries a KV head; its memory's rate where that was not measured.
+        for `group` queries a KV head; the rate of its memory if that was not measured.
         """
         return _of_group(self.gpu_attention, group) or self.needed("hbm")
 
@@ -193,9 +193,8 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, found: Any) -> Hardware:
-        """What `as_dict` gave; a person may write it, too, in GB/s or TFLOP/s.
-
-        Raises HardwareError. The fingerprint is not compared: the file may be of another machine.
+        """What `as_dict` gave, or a person wrote, in GB/s or TFLOP/s too. Raises HardwareError. The
+        fingerprint is not compared: the file may describe another machine.
         """
         if not isinstance(found, Mapping) or not isinstance(found.get("machine"), Mapping):
             raise HardwareError("no description of a machine: it has no 'machine' with its facts")
@@ -228,7 +227,7 @@ class Hardware:
 
 
 def _between(curve: Curve, at: float) -> float:
-    """The rate at a place between two that were measured: on a line of logarithms."""
+    """The rate between two that were measured, interpolated on logarithmic scales."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x0 <= at <= x1:
             share = math.log(at / x0) / math.log(x1 / x0)
@@ -237,7 +236,7 @@ def _between(curve: Curve, at: float) -> float:
 
 
 def _of_group(curve: Curve, group: int) -> float | None:
-    """Of the next larger number of queries a KV head that was measured."""
+    """The rate of the next larger number of queries a KV head that was measured."""
     wider = [rate for queries, rate in curve if queries >= group]
     if wider:
         return wider[0]

@@ -13,8 +13,8 @@ Piece = tuple[slice, slice]  # rows, KV heads
 
 
 def pieces_of(rows: int, heads: int, head_bytes: int) -> list[Piece]:
-    """All of a layer, in their order: each is some whole sequences, or some heads of one where a
-    sequence takes more than KV_PIECE. `head_bytes`: of one head of one sequence.
+    """All pieces of a layer, in order: each is some whole sequences or, where one sequence takes
+    more than KV_PIECE, some of its heads. `head_bytes`: of one head of one sequence.
     """
     most_rows, most_heads = _most(heads, head_bytes)
     return [
@@ -25,20 +25,20 @@ def pieces_of(rows: int, heads: int, head_bytes: int) -> list[Piece]:
 
 
 def piece_count(rows: int, heads: int, head_bytes: int) -> int:
-    """How many there are."""
+    """The number of these pieces."""
     most_rows, most_heads = _most(heads, head_bytes)
     return -(-rows // most_rows) * -(-heads // most_heads)
 
 
 def largest_piece(rows: int, heads: int, head_bytes: int) -> tuple[int, int]:
-    """Rows and heads of the largest of them; rows and heads are one at least."""
+    """Rows and heads of the largest of them; there is at least one row and one head."""
     most_rows, most_heads = _most(heads, head_bytes)
     return _largest(rows, most_rows), _largest(heads, most_heads)
 
 
 def piece_limit(rows: int, heads: int, head_bytes: int) -> int:
-    """Heads, of all its rows, that the largest has at most: a bound that rises with the rows, which
-    pieces of even sizes do not.
+    """A bound for rows x heads of the largest of them. It never falls when rows are added, while
+    the largest itself may, as pieces are of even sizes.
     """
     most_rows, most_heads = _most(heads, head_bytes)
     return min(rows, most_rows) * min(heads, most_heads)

@@ -1,4 +1,4 @@
-"""The least memory that any plan of a job takes: what a refusal tells."""
+"""The least memory that any plan of a job takes, for the text of a refusal."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ def _smallest(
     weights: Sequence[str],
     sequences: Callable[[Setting], int],
 ) -> Iterator[Setting]:
-    """Every setting that one of the two memories could be smallest with. `sequences`: how many of
-    them rest in CPU memory where any do; memory rises and falls with that number on a line.
+    """Every setting that may be the one that takes least of one of the two memories. `sequences`:
+    how many keep keys and values in CPU memory, if any do; both memories change linearly with that
+    number.
     """
     count, batch, engine = len(model.layers), job.batch or 1, model.engine
-    # Layers that are alike take no less room resident than in the slots that serve them all; where
-    # what moves may rest in CPU memory alone, each that does not rest there helps.
+    # Equal layers take no less room resident than streamed, through slots that serve them all. But
+    # without files all that moves rests in CPU memory, and each resident layer takes less of that.
     alone = hardware.disk is None
     residents = range(count + 1) if alone or len(set(model.layers)) > 1 else (0, count)
     for name, resident in itertools.product(weights, residents):

@@ -20,7 +20,7 @@ class Precision:
 
     @property
     def quantised(self) -> bool:
-        """Whether numbers change, and products need the weights made wide again."""
+        """Whether the numbers change, so that products may need the weights made whole."""
         return self.group > 0
 
     def weight_bytes(self, weights: int) -> int:
@@ -57,8 +57,8 @@ class LayerProfile:
 
 @dataclass(frozen=True, eq=False)
 class ModelProfile:
-    """A decoder. Widths are elements of one token in one layer. Equal to itself alone, so that sums
-    over its layers are found again at no cost.
+    """A decoder. Widths are elements of one token in one layer. Each object equals itself alone, so
+    that sums over its layers can be cached.
     """
 
     name: str
@@ -93,22 +93,22 @@ class ModelProfile:
         return precision.weight_bytes(layer.matrices) + other
 
     def slot_bytes(self, layer: LayerProfile, precision: Precision) -> int:
-        """What a layer takes in a slot at most: every tensor begins at a multiple of 256 bytes."""
+        """The most that a layer takes in a slot: every tensor begins at a multiple of 256 bytes."""
         if layer.slot:
             return layer.slot
         parts = layer.tensors * (2 if precision.quantised else 1)  # scales, too
         return self.layer_bytes(layer, precision) + ALIGNMENT * parts
 
     def kv_bytes(self, precision: Precision) -> int:
-        """Of one token in one layer."""
+        """Bytes of keys and values of one token in one layer."""
         return self.kv_width * self.itemsize(precision)
 
     def kv_cpu_bytes(self, precision: Precision) -> int:
-        """Likewise of a sequence whose keys and values rest in CPU memory."""
+        """The same for a sequence whose keys and values rest in CPU memory."""
         if not self.engine.int8_kv:
             return self.kv_bytes(precision)
         return self.kv_width + 2 * self.kv_heads * KV_SCALE
 
     def kv_cpu_head_bytes(self, precision: Precision, tokens: int) -> int:
-        """Likewise of one KV head of a sequence of so many tokens."""
+        """The same for one KV head of a sequence of so many tokens."""
         return -(-self.kv_cpu_bytes(precision) * tokens // self.kv_heads)

@@ -18,10 +18,10 @@ from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
 UNLIMITED = 1 << 62
-TIE = 0.03  # a model of time tells no finer: within it the simpler plan is taken
+TIE = 0.03  # the model of time is no more precise: within it the simpler plan is taken
 STARTS = 8  # kinds of plans that are searched closely
-# What is taken though a prediction says that it costs so much, as it absorbs what no model of time
-# sees: a second load ahead, and more rows of prompts at once, which are less for a host to issue.
+# The share of the predicted score that is given up for what absorbs delays that no prediction sees:
+# a second load ahead, and more rows of prompts at once, as the host has less to issue then.
 SPARE_LOAD, MORE_ROWS = 0.005, 0.01
 
 
@@ -111,7 +111,7 @@ class _Search:
             self._climb(point)
 
     def result(self) -> Planned:
-        """The choice among what was found, and the best of another kind."""
+        """The plan chosen from what was found, and the best of another kind."""
         found = sorted(self._best.values(), key=lambda e: -e.score(self._goal))
         best = found[0].score(self._goal)
         equal = [e for e in found if e.score(self._goal) >= best * (1 - TIE)]
@@ -120,7 +120,7 @@ class _Search:
         return Planned(choice, other, self._goal, self._budget, len(self._known))
 
     def _climb(self, point: Point) -> None:
-        """From `point` to neighbours while one is better."""
+        """Move from `point` to better neighbours until there is none."""
         setting = self._space.complete(point)
         assert setting is not None
         here = self._offer(setting)
@@ -141,13 +141,13 @@ class _Search:
                 there = self._offer(setting)
                 if there.score(self._goal) > wanted:
                     point, here, moved = trial, there, True
-        # Where the climb ended may be less than the best that it met, by what was taken in favour.
+        # The climb may end below the best that it met, by what was given up for what is favoured.
         best = self._best[here.setting.kind]
         if here.score(self._goal) >= best.score(self._goal) * (1 - SPARE_LOAD - MORE_ROWS):
             self._best[here.setting.kind] = here
 
     def _reachable(self, setting: Setting) -> bool:
-        """Whether the rates that it needs are known."""
+        """Whether the rates that the setting needs are known."""
         return not setting.streamed or self._hardware.link_up is not None
 
     def _bound(self, setting: Setting) -> float:
@@ -175,15 +175,18 @@ class _Search:
 
 
 def _threshold(old: Setting, new: Setting) -> float:
-    """How many times the score of `old` a neighbour that reads prompts alike must exceed."""
+    """The multiple of the score of `old` that a neighbour which reads prompts the same way must
+    exceed.
+    """
     if new.depth != old.depth and max(new.depth, old.depth) == 2:
         return _favoured(new.depth > old.depth, SPARE_LOAD)
     return 1 + (TIE if new.complexity > old.complexity else 1e-6)
 
 
 def _favoured(more: bool, given: float) -> float:
-    """Such a factor for what is favoured, `given` being the share of the score given up for it; to
-    leave it again takes twice that, else a climb would go to and fro.
+    """Such a multiple for a change that is favoured: to more of it, a share `given` of the score
+    may be given up; back to less, twice that must be gained, so that a climb does not go to and
+    fro.
     """
     return 1 - given if more else 1 + 2 * given
 

@@ -10,18 +10,20 @@ from offload.scheduler.model_profile import LayerProfile, ModelProfile, Precisio
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Seconds of one layer's products, and of them those that its memory and matrix units work."""
+    """Seconds of one layer's products, and for how many of them its memory and its matrix units are
+    busy.
+    """
 
     seconds: float
     hbm: float
     matrix: float
-    made: float = 0.0  # of the seconds those in which weights are made whole
+    made: float = 0.0  # those of the seconds in which weights are made whole
 
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Products of a decode step's rows, in `parts` one after the other, with weights of one
-    precision.
+    """The products of a decode step's rows, which run in `parts` one after the other, with weights
+    of one precision.
     """
 
     model: ModelProfile
@@ -32,11 +34,11 @@ class FewRows:
 
     @property
     def rows(self) -> float:
-        """Of a part."""
+        """Rows of a part."""
         return self.batch / self.parts
 
     def of(self, layer: LayerProfile, size: int, resident: bool) -> Products:
-        """Those of a layer of `size` bytes, which stays or comes through a slot."""
+        """The products of a layer of `size` bytes, which is resident or comes through a slot."""
         hbm = self.hardware.needed("hbm")
         flop = 2 * layer.active * self.batch
         read = self.parts * size * self._met(layer)
@@ -48,7 +50,7 @@ class FewRows:
                 return Products(read / rate, read / hbm, flop / self._matrix)
             if not self.model.engine.own_kernels:
                 return self._as_stored(read, flop)
-        # Once a layer, whatever the parts.
+        # Made whole once for all parts.
         wide = layer.active * self.model.itemsize(self.precision)
         once = size * self._met(layer)
         product = self._plain(self.parts * wide, flop)
@@ -67,7 +69,7 @@ class FewRows:
         return self.hardware.matrix_rate(self.model.dtype(self.precision), self.rows)
 
     def _plain(self, read: float, flop: float) -> Products:
-        """With weights of the model's own type, of which `read` bytes are read."""
+        """With weights in the model's own type, of which `read` bytes are read."""
         busy = Products(0.0, read / self.hardware.needed("hbm"), flop / self._matrix)
         rate = None
         if self.model.engine.own_kernels:
@@ -76,8 +78,9 @@ class FewRows:
         return Products(seconds, busy.hbm, busy.matrix)
 
     def _as_stored(self, read: float, flop: float) -> Products:
-        """With quantised weights, at best: with few rows what was measured of wide ones is how fast
-        they are read, and fewer bytes a weight take less time, down to that of the matrix units.
+        """With quantised weights as they are stored, at best. With few rows, the measured rate of
+        wide weights is how fast they are read: weights of fewer bytes take less time, until the
+        matrix units are the limit.
         """
         rate, group, model = self._matrix, self.precision.group, self.model
         fewer = model.itemsize(self.precision) * group / self.precision.weight_bytes(group)
@@ -87,7 +90,7 @@ class FewRows:
         return Products(max(busy), *busy)
 
     def _made_whole(self, resident: bool) -> bool:
-        """Whether quantised weights are made wide before they are multiplied with."""
+        """Whether quantised weights are made whole before they are multiplied with."""
         engine = self.model.engine
         if engine.stored_rows is None:
             return False

@@ -30,7 +30,7 @@ class Point:
     attention: CpuAttention
     resident: int  # at least that many where the batch is given
     cpu_sequences: int
-    spared: int = 0  # layers in files though CPU memory had room for them beside no sequences
+    spared: int = 0  # layers left in files although CPU memory could hold them without sequences
     rows: int = MANY_ROWS
     passes: int = 1
     depth: int = 1
@@ -52,7 +52,7 @@ class Space:
         ways: Sequence[CpuAttention],
         balance: Callable[[Setting], Iterator[int]],
     ) -> Iterator[Point]:
-        """Points spread over the space; `balance` names counts of sequences worth a look."""
+        """Points spread over the space; `balance` suggests numbers of sequences in CPU memory."""
         steps = {round(self._count * i / GRID) for i in range(GRID + 1)}
         residents = sorted(steps) if self._job.batch is None else [0, self._count]
         for name in weights:
@@ -63,7 +63,7 @@ class Space:
                         yield from self._sequences(point, balance)
 
     def _ways_to_read(self) -> tuple[tuple[int, int, int], ...]:
-        """Rows at once and passes that prompts are read in, and parts of a batch, to begin with."""
+        """To begin with: rows and passes in which prompts are read, and parts of a batch."""
         if self._engine.lockstep:
             return ((EVERY_ROW, 1, 1), (EVERY_ROW, 1, MANY_PARTS))
         if not self._engine.chunks:
@@ -87,7 +87,7 @@ class Space:
             yield from (replace(base, cpu_sequences=n) for n in counts if n > 0)
 
     def _most_sequences(self, point: Point) -> int:
-        """That CPU memory holds beside the layers there."""
+        """The most sequences that CPU memory holds beside the layers there."""
         limit = self._job.batch or MOST_SEQUENCES
         base = self._setting(replace(point, cpu_sequences=1), point.resident, 0)
         if base is None:
@@ -99,7 +99,7 @@ class Space:
         )
 
     def neighbours(self, point: Point) -> Iterator[Point]:
-        """One variable changed."""
+        """Points that differ in one variable."""
         for step in (1, 2, 4, 8, 16):
             for change in (-step, step):
                 if self._job.batch is None and 0 <= point.resident + change <= self._count:
@@ -140,7 +140,7 @@ class Space:
         return self._completed[point]
 
     def _with_layers(self, point: Point) -> Setting | None:
-        """A given batch: as many resident layers as the GPU holds."""
+        """For a batch that is given: as many resident layers as the GPU holds."""
         on_gpu = (self._job.batch or 0) - point.cpu_sequences
         if on_gpu < 0:
             return None
@@ -164,7 +164,7 @@ class Space:
         return best
 
     def _with_kv(self, point: Point) -> Setting | None:
-        """A batch to be chosen: as many sequences as the GPU holds beside the layers given."""
+        """For a batch to be chosen: as many sequences as the GPU holds beside the layers given."""
         least = 0 if point.cpu_sequences else 1
         setting = self._setting(point, point.resident, least)
         if setting is None or not self._holds(setting):
@@ -191,7 +191,7 @@ class Space:
         return footprint(self._model, self._job, setting)
 
     def _setting(self, point: Point, resident: int, on_gpu: int) -> Setting | None:
-        """With as few layers in files as CPU memory asks for and the point spares; None where CPU
+        """With as few layers in files as CPU memory allows and the point asks for; None where CPU
         memory cannot hold the rest.
         """
         streamed = self._count - resident
