@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import offload
 from offload.errors import ClosedError, UnsupportedError
 from offload.models.fused import decoder, prompt
-from offload.models.kv.cache import KvLayer
+from offload.models.kv.layer import KvLayer
 
 Folder = Callable[[str], Path]
 Pair = tuple[PreTrainedModel, PreTrainedModel]

@@ -31,7 +31,8 @@ from offload.errors import UnsupportedError
 from offload.measure.cache import rates_file
 from offload.measure.machine import this_machine
 from offload.models.kv import host_columns, host_kv
-from offload.models.kv.cache import KvLayer, layers_of
+from offload.models.kv.cache import layers_of
+from offload.models.kv.layer import KvLayer
 from offload.scheduler import kv_pieces
 from offload.scheduler.hardware import Hardware
 

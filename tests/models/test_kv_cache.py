@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from offload.models.kv import cache as kv_cache
-from offload.models.kv.cache import KvCommon, KvLayer, adopt, common_of, layers_of, new_cache
+from offload.models.kv import layer as kv_layer
+from offload.models.kv.cache import adopt, common_of, layers_of, new_cache
 from offload.models.kv.host_kv import HostKv
+from offload.models.kv.layer import MAX_AHEAD, KvCommon, KvLayer
 from offload.models.specs.describe import describe
 from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies
@@ -63,7 +64,7 @@ def test_any_history_leaves_what_transformers_has(
     ours, theirs = KvLayer(KvCommon(max_length, host=host), copies), DynamicLayer()
     batch = 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "MIN_AHEAD", 2)  # so that it must grow
+        patch.setattr(kv_layer, "MIN_AHEAD", 2)  # so that it must grow
         for name, value in history:
             length = theirs.get_seq_length()
             if name == "update":
@@ -120,7 +121,7 @@ def test_the_known_length_is_allocated_once_but_not_without_bound() -> None:
     assert layer.key_buffer is not None and layer.key_buffer.shape == (2, HEADS, 40, WIDTH)
     layer = KvLayer(KvCommon(max_length=1 << 40), 1)
     layer.update(*states(1, 1))
-    assert layer.key_buffer is not None and layer.key_buffer.shape[2] == 1 + kv_cache.MAX_AHEAD
+    assert layer.key_buffer is not None and layer.key_buffer.shape[2] == 1 + MAX_AHEAD
 
 
 def test_a_new_cache_is_one_of_transformers(spec: ModelSpec) -> None:

@@ -20,7 +20,7 @@ from offload.models.fused.layer_calls import LayerCalls, Rows
 from offload.models.fused.layer_weights import LayerWeights
 from offload.models.fused.padding import Padding, PaddingCheck
 from offload.models.fused.streamed_rows import StreamedRows
-from offload.models.kv.cache import KvLayer
+from offload.models.kv.layer import KvLayer
 from offload.models.kv.streamed_kv import StreamedKv
 from offload.models.specs.spec import ModelSpec
 

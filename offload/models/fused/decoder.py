@@ -26,8 +26,9 @@ from offload.models.fused.prompt import Prompt, Room
 from offload.models.fused.request import Request, Unserved
 from offload.models.fused.step import Step
 from offload.models.hooked import NotCopied, PassForward, PassOwner
-from offload.models.kv.cache import KvLayer, adopt, common_of, layers_of
+from offload.models.kv.cache import adopt, common_of, layers_of
 from offload.models.kv.host_kv import HostKv
+from offload.models.kv.layer import KvLayer
 from offload.models.kv.streamed_kv import StreamedKv
 from offload.models.parts import ModelParts
 from offload.models.shape import MLP_ROWS

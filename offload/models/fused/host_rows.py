@@ -19,7 +19,7 @@ from offload.kernels.qkv import QkvLayout
 from offload.kernels.scores import Scores
 from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
-from offload.models.kv.cache import KvLayer
+from offload.models.kv.layer import KvLayer
 from offload.models.kv.streamed_kv import KEPT_STEPS
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.row_copies import RowCopies

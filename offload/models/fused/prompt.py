@@ -13,8 +13,8 @@ from offload.models.fused.block import Prefill, run_block
 from offload.models.fused.layer_weights import LayerWeights
 from offload.models.fused.padding import Padding
 from offload.models.fused.prefill_attention import PrefillAttention
-from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import SCALE, HostColumns, quantise_into
+from offload.models.kv.layer import KvLayer
 from offload.models.specs.spec import Angles, LayerSpec
 from offload.row_copies import RowCopies, columns
 from offload.scheduler.kv_pieces import evenly

@@ -16,8 +16,8 @@ from offload.kernels.scores import Scores
 from offload.kernels.workspace import Workspace
 from offload.models.fused.entry import Entry
 from offload.models.fused.padding import Padding
-from offload.models.kv.cache import KvLayer
 from offload.models.kv.host_columns import HostColumns, halves, halves_bytes, quantise_into
+from offload.models.kv.layer import KvLayer
 from offload.models.kv.streamed_kv import Pairs, StreamedKv, Wanted, piece_bytes
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.row_copies import columns
