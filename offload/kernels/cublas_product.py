@@ -9,7 +9,7 @@ import torch
 
 from offload.kernels import tuning
 from offload.kernels.call import on_stream
-from offload.kernels.tuning import Choice, Key
+from offload.kernels.choices import Choice, Key
 
 MEASURED_ROWS = 2048  # fewer are over too soon for another way to gain anything
 # What a piece of rows or columns has at least, and is a multiple of: no tile of cuBLAS is larger,
@@ -30,7 +30,7 @@ class CublasProduct:
 
     cuBLAS picks its kernel by a guess, and for some shapes that for a part is so much better that
     several products of parts of the rows, or of the outputs, take less time than one. From 2048
-    rows on a GPU the way is therefore looked up in the table of `tuning`, for rows up to the next
+    rows on a GPU the way is therefore looked up in the table of `choices`, for rows up to the next
     power of two; where it is not there, the first launch measures it, on the product's own tensors
     (half a second at most, on memory that is there already). `choice`
     ("whole", "rows", "columns") forces it. Not measured, and whole, is what has few rows, what is

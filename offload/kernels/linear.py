@@ -12,11 +12,11 @@ import torch
 from offload.kernels import reference, tuning
 from offload.kernels.activation import Activation, Kind
 from offload.kernels.call import CompositeCall, on_stream
+from offload.kernels.choices import CUBLAS, PIECES, SKINNY, Choice, Key, bucket
 from offload.kernels.cublas_product import CublasProduct
 from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
 from offload.kernels.norm import Norm
 from offload.kernels.residual_norm import ResidualNorm
-from offload.kernels.tuning import CUBLAS, PIECES, SKINNY, Choice, Key
 from offload.kernels.workspace import Workspace
 
 OP = "linear"
@@ -118,7 +118,7 @@ def choose(asked: _Arguments) -> Choice:
     """The table's way to compute `asked`, measured now where it is not there."""
     if asked.transposed or asked.rows > MOST_ROWS:
         return CUBLAS
-    rows = tuning.bucket(asked.rows)
+    rows = bucket(asked.rows)
     key = Key(
         dtype=str(asked.input.dtype).removeprefix("torch."),
         outputs=asked.out.shape[-1],

@@ -11,11 +11,12 @@ import torch
 
 from offload.kernels import reference, tuning
 from offload.kernels.call import CompositeCall
+from offload.kernels.choices import CUBLAS, OWN, Choice, Key, bucket
 from offload.kernels.dequantize import dequantise
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
 from offload.kernels.quant_gemm import MOST_ROWS, QuantGemm, check_quantised, why_not_fused
-from offload.kernels.tuning import CUBLAS, OWN, Choice, Key, Launch
+from offload.kernels.tuning import Launch
 from offload.kernels.weight_format import PANEL_ROWS, WeightFormat
 from offload.kernels.workspace import Workspace
 
@@ -148,7 +149,7 @@ def _launches(asked: _Asked, choice: Choice, workspace: Workspace) -> tuple[Laun
 def _choose(asked: _Asked) -> Choice:
     """The table's way to compute `asked`, measured now where it is not there."""
     depth, after = asked.input.shape[-1], asked.after
-    rows = tuning.bucket(asked.input.numel() // depth, BUCKETS)
+    rows = bucket(asked.input.numel() // depth, BUCKETS)
     key = Key(
         dtype=str(asked.input.dtype).removeprefix("torch."),
         form=asked.form.name,

@@ -18,8 +18,8 @@ from products import allowed_error, exact_product, make
 
 from offload.kernels import cublas_product, tuning
 from offload.kernels.call import current_stream
+from offload.kernels.choices import Choice, Table
 from offload.kernels.cublas_product import GRAIN, WHOLE, CublasProduct, cut, ways
-from offload.kernels.tuning import Choice
 
 MACHINES = ["reference", pytest.param("cuda", marks=needs_gpu)]
 WAYS = [WHOLE] + [Choice(way, splits=n) for way in ("rows", "columns") for n in (2, 3)]
@@ -27,9 +27,9 @@ TIMES: dict[Choice, float] = {WHOLE: 8000.0}
 
 
 @pytest.fixture(autouse=True)
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuning.Table:
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table = tuning.Table("a GPU")
+    table = Table("a GPU")
     monkeypatch.setattr(tuning, "table", lambda device: table)
     return table
 
@@ -148,7 +148,7 @@ def test_the_ways_that_are_tried() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_the_quickest_is_measured_once_and_kept(
-    table: tuning.Table, monkeypatch: pytest.MonkeyPatch
+    table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = Choice("columns", splits=3)
     clock = Clock({WHOLE: 8000.0, best: 7460.0, Choice("rows", splits=4): 7700.0})
@@ -166,7 +166,7 @@ def test_the_quickest_is_measured_once_and_kept(
     again.launch()
     assert again.choice == call.choice and right(again) and clock.measured == 1
     # In the next process, too.
-    monkeypatch.setattr(tuning, "table", lambda device: tuning.Table("a GPU"))
+    monkeypatch.setattr(tuning, "table", lambda device: Table("a GPU"))
     later = product(600, 24, 600)
     later.launch()
     assert later.choice == call.choice and clock.measured == 1
@@ -195,7 +195,7 @@ def test_what_gains_nothing_is_not_taken(most: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("small")
-def test_what_is_not_measured(table: tuning.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_measured(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     best = Choice("rows", splits=2)
     clock = Clock({WHOLE: 8000.0, best: 1000.0})
     monkeypatch.setattr(tuning, "time_turns", clock)
@@ -224,7 +224,7 @@ def test_what_is_not_measured(table: tuning.Table, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("small")
-def test_no_room_to_measure(table: tuning.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_to_measure(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> list[float]:
         raise torch.OutOfMemoryError("full")
 
@@ -238,9 +238,7 @@ def test_no_room_to_measure(table: tuning.Table, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGpu:
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_a_shape_is_measured_once_and_repeats(
-        self, dtype: torch.dtype, table: tuning.Table
-    ) -> None:
+    def test_a_shape_is_measured_once_and_repeats(self, dtype: torch.dtype, table: Table) -> None:
         x = torch.randn(8200, 512, device="cuda").to(dtype)
         w = torch.randn(6200, 512, device="cuda").to(dtype)
         out = torch.empty(8200, 6200, device="cuda", dtype=dtype)

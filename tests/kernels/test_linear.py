@@ -15,9 +15,9 @@ from products import allowed_error, exact_product, make
 
 from offload.kernels import Norm, cublas_product, linear, reference, tuning
 from offload.kernels.call import current_stream
+from offload.kernels.choices import Choice, Table
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
-from offload.kernels.tuning import Choice
 from offload.kernels.workspace import Workspace
 
 GPU = pytest.param("cuda", marks=needs_gpu)
@@ -33,9 +33,9 @@ FUSED = [
 
 
 @pytest.fixture(autouse=True)
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuning.Table:
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table = tuning.Table("a GPU")
+    table = Table("a GPU")
     monkeypatch.setattr(tuning, "table", lambda device: table)
     return table
 
@@ -131,7 +131,7 @@ def test_only_cublas_takes_many_rows(name: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_that_is_measured_computes_the_same_product(
-    dtype: torch.dtype, table: tuning.Table, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tensors of the measurement's own, of as many rows as the table tells apart."""
     tried: list[int] = []
@@ -186,7 +186,7 @@ class TestOnAGpu:
             call = Linear(**a, choice=Choice(way))
             assert_close(result(call, a, before), a, exact)
 
-    def test_a_shape_is_measured_once(self, table: tuning.Table) -> None:
+    def test_a_shape_is_measured_once(self, table: Table) -> None:
         a = make(
             "cuda",
             dtype=torch.bfloat16,
@@ -208,7 +208,7 @@ class TestOnAGpu:
         assert Linear(**a).choice == call.choice
         assert table.won()[1] == 1
 
-    def test_nothing_is_measured_while_a_graph_is_captured(self, table: tuning.Table) -> None:
+    def test_nothing_is_measured_while_a_graph_is_captured(self, table: Table) -> None:
         a = make("cuda", dtype=torch.float16, rows=2, depth=256, outputs=128)
         exact = exact_product(a)
         workspace = Workspace("cuda")

@@ -12,8 +12,9 @@ from machines import MACHINES, device_of
 from test_dequantizer import FORMS, random_stored
 from torch.nn import functional
 
-from offload.kernels import Norm, quant_linear, tuning
+from offload.kernels import Norm, choices, quant_linear, tuning
 from offload.kernels.call import current_stream
+from offload.kernels.choices import Choice, Table
 from offload.kernels.dequantize import dequantise
 from offload.kernels.panels import in_panels
 from offload.kernels.quant_linear import QuantLinear
@@ -92,7 +93,7 @@ def test_both_ways_are_measured_on_weights_of_their_own(
                 launch(0)
         return 1.0 + len(products[0])  # two launches make it whole and multiply
 
-    table = tuning.Table("a GPU")
+    table = Table("a GPU")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "table", lambda device: table)
     monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: 3)
@@ -104,7 +105,7 @@ def test_both_ways_are_measured_on_weights_of_their_own(
     assert all(copy.scratch is copies[0].scratch for copy in copies)
     weights = {copy.stored["weight_panels"].data_ptr() for copy in copies}
     assert len(weights) == 3 and STORED["weight_panels"].data_ptr() not in weights
-    assert quant_linear._choose(asked) == tuning.Choice("own", us=2.0, cublas_us=3.0)
+    assert quant_linear._choose(asked) == Choice("own", us=2.0, cublas_us=3.0)
     assert all(torch.equal(STORED[name], tensor) for name, tensor in before.items())
 
 
@@ -112,7 +113,7 @@ def test_both_ways_are_measured_on_weights_of_their_own(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_quicker_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning.table.cache_clear()
+    choices.table.cache_clear()
     x = torch.randn(3, 1024, device="cuda").bfloat16()
     rows, form = WeightFormat.parse("int4"), WeightFormat("int4", "panels", (1, 64))
     stored = in_panels(rows, quantise(torch.randn(512, 1024, device="cuda").bfloat16(), rows))
@@ -121,10 +122,10 @@ def test_the_quicker_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     call = QuantLinear(x, form, stored, out, residual=None, activation="relu")
     assert call.choice.us and call.choice.cublas_us
     assert all(torch.equal(stored[name], tensor) for name, tensor in before.items())
-    measured = tuning.table(0).won()  # with the product of the weight made whole
+    measured = choices.table(0).won()  # with the product of the weight made whole
     assert QuantLinear(x, form, stored, out, activation="relu").choice == call.choice
-    assert tuning.table(0).won() == measured
-    tuning.table.cache_clear()
+    assert choices.table(0).won() == measured
+    choices.table.cache_clear()
 
 
 @pytest.mark.gpu

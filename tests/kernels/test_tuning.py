@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.kernels import tuning
-from offload.kernels.tuning import Choice, Key, Table
+from offload.kernels import choices, tuning
+from offload.kernels.choices import Choice, Key, Table
 
 KEY = Key("bfloat16", 5120, 20480, 4, False, "rms", False, True, True)
 OTHER = Key("float16", 64, 32, 1, True, "", True, False, False)
@@ -118,12 +118,12 @@ def test_keys_differ_in_every_field() -> None:
     ("rows", "most"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16)]
 )
 def test_buckets(rows: int, most: int) -> None:
-    assert tuning.bucket(rows) == most
+    assert choices.bucket(rows) == most
 
 
 def test_no_bucket_beyond_the_kernels_rows() -> None:
     with pytest.raises(ValueError, match="at most 16, not 17"):
-        tuning.bucket(17)
+        choices.bucket(17)
 
 
 def test_the_quickest_is_picked_once_and_kept(one_table: Table) -> None:
@@ -277,11 +277,11 @@ def test_what_is_taken_where_nothing_can_be_measured(
 
 def test_the_build_has_a_name(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
-    assert tuning.build_id(library) == "none"
-    tuning.build_id.cache_clear()
+    assert choices.build_id(library) == "none"
+    choices.build_id.cache_clear()
     library.write_bytes(b"one")
-    one = tuning.build_id(library)
-    tuning.build_id.cache_clear()
+    one = choices.build_id(library)
+    choices.build_id.cache_clear()
     library.write_bytes(b"two")
-    assert len(one) == 16 and tuning.build_id(library) not in (one, "none")
-    tuning.build_id.cache_clear()
+    assert len(one) == 16 and choices.build_id(library) not in (one, "none")
+    choices.build_id.cache_clear()

@@ -14,9 +14,9 @@ from offload.bench.kernels import gemm
 from offload.bench.kernels.case import Rates, launches, seconds
 from offload.kernels import KernelError
 from offload.kernels.call import current_stream
+from offload.kernels.choices import Choice
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
-from offload.kernels.tuning import Choice
 from offload.kernels.workspace import Workspace
 
 SPLITS = (1, 2)  # of the depth

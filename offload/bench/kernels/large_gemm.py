@@ -11,8 +11,8 @@ import torch
 from offload.bench.kernels.case import Case
 from offload.bench.shapes import shape_config
 from offload.kernels.call import current_stream
+from offload.kernels.choices import Choice
 from offload.kernels.cublas_product import CublasProduct, ways
-from offload.kernels.tuning import Choice
 from offload.models.shape import MLP_ROWS, ModelShape
 
 OP = "large_gemm"

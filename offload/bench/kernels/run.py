@@ -15,7 +15,7 @@ from offload.bench import kernels
 from offload.bench.kernels.case import Case, Measured, Rates, measure
 from offload.bench.result import machine
 from offload.bench.table import format_table, number
-from offload.kernels import tuning, why_not
+from offload.kernels import choices, why_not
 
 _HEAD = ("op", "shape", "us", "GB/s", "TFLOP/s", "of bound", "beside")
 
@@ -130,7 +130,7 @@ def run_kernels(wanted: Wanted, say: Callable[[str], None] = lambda line: None) 
             result.rows.append(Measured(name, "all others", "ours", None, 0.0, 0, 0.0, text))
             say(f"{name}: {text}")
     if wanted.device.type == "cuda":
-        result.notes.append(str(tuning.table(wanted.device.index or 0)))
+        result.notes.append(str(choices.table(wanted.device.index or 0)))
     return result
 
 
