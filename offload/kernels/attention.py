@@ -32,15 +32,17 @@ class DecodeAttention(Call):
     that sees nothing gives zeros. Columns that are not seen may hold anything, NaN included.
 
     The batch's columns are split over the GPU's multiprocessors by their actual number
-    (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so ragged lengths cost
-    what their sum costs; `even` says that rows see about as many columns each, as far as is known,
-    where less must be found out. Partial results are float32 and are added in a fixed order.
-    `workspace` may be shared with other calls of the same stream; without one the call has its own.
-    `splits` (the most shares) and `variant` (one way of the library's, see offload_kernels.h) are
-    for measurements and tests; 0 lets the library choose. `early`: see ResidualNorm; such a launch
-    reads more than others ahead of time: length, start and every row's visible columns but its last
-    must have been written before the stream's latest launch that was not early. Only the query and
-    the rows' last visible columns may come from that launch or a later one.
+    (flash-decoding, arXiv:2311.01282, in stream-K shares, arXiv:2301.03598), so the time of ragged
+    rows follows the sum of their lengths. `even` is a hint that all rows see about as many columns:
+    the kernel then spends less on finding out how they differ. Partial results are float32 and are
+    added in a fixed order. `workspace` may be shared with other calls of the same stream; without
+    one the call has its own. `splits` (the most shares) and `variant` (see offload_kernels.h) are
+    for measurements and tests; 0 lets the library choose.
+
+    `early`: see ResidualNorm. Such a launch reads more than others before the kernel ahead of it
+    has ended: length, start and all columns but each row's last visible one must have been written
+    before the stream's latest launch that was not early. Only the query and the rows' last visible
+    columns may come from that launch or a later one.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """

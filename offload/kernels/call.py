@@ -15,7 +15,7 @@ from offload.kernels.library import library
 
 
 class Launchable(Protocol):
-    """What can be issued again and again."""
+    """A call that can be issued any number of times."""
 
     def launch(self, stream: int = 0) -> None:
         """Issue it on `stream` (a cudaStream_t as a number; the CPU has none)."""
@@ -58,8 +58,8 @@ class Call:
 
 
 class CompositeCall(Call):
-    """Several launches in their order, torch's own products too: what no struct of the library
-    describes. A subclass checks its tensors and sets `_launches`, functions of the stream.
+    """A call of several launches, torch's own products among them, for which the library has no one
+    struct. A subclass checks its tensors and sets `_launches`, functions of the stream.
     """
 
     _launches: Sequence[Callable[[int], Any]]
@@ -75,12 +75,12 @@ def current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
-    # As a number at once: torch makes no object for it, a decode step's time on the host matters.
+    # As a number, without an object of torch's: this is called in every decode step.
     return torch._C._cuda_getCurrentRawStream(index)
 
 
 def on_stream(device: torch.device, stream: int) -> contextlib.AbstractContextManager[Any]:
-    """Make torch issue its work on `stream`, where that is not what it does already."""
+    """Make torch issue its work on `stream`, if it does not do so already."""
     if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
@@ -92,7 +92,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def stride_of(tensor: torch.Tensor, dimension: int) -> int:
-    """The stride in elements, 0 where a dimension of size 1 has none that matters."""
+    """The stride in elements; 0 for a dimension of size 1, whose stride does not matter."""
     return tensor.stride(dimension) if tensor.shape[dimension] > 1 else 0
 
 
@@ -147,7 +147,7 @@ def check_equal_strides(
     op: str, pair: Mapping[str, torch.Tensor], dimensions: tuple[int, ...]
 ) -> None:
     """Refuse a pair of tensors, by their names, whose strides in some dimensions differ: the kernel
-    is told one number for both.
+    takes one number for both.
     """
     (name, one), (other_name, other) = pair.items()
     if any(stride_of(one, d) != stride_of(other, d) for d in dimensions):

@@ -26,10 +26,12 @@ BUCKETS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Key:
-    """What decides between the ways. `rows` is a bucket: of `BUCKETS`, or for many rows a power of
-    two. The others say what stands around the product: the kind of norm before it, an activation,
-    a residual sum after it; `early` whether it begins before the kernel ahead of it has ended. Of
-    many rows only `transposed` and `bias` count, as the rest is not part of the product there."""
+    """What the choice depends on. `rows` is a bucket: of `BUCKETS`, or for many rows a power of
+    two. The flags say what is computed around the product: the kind of norm before it, an
+    activation, a residual sum after it, and whether it begins before the kernel ahead of it has
+    ended (`early`). With many rows only `transposed` and `bias` count, as the rest is done by other
+    kernels.
+    """
 
     dtype: str
     outputs: int
@@ -63,9 +65,11 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """ "own": QuantGemm, or SkinnyGemm with its variant and splits; "apart": the latter with the
-    norm in a kernel before it; "cublas": torch's product, the rest in kernels around it. Of torch's
-    products with many rows: "whole", or in `splits` pieces of the "rows" or of the outputs,
+    """A way to compute a product.
+
+    With few rows, "own": QuantGemm, or SkinnyGemm with its variant and splits; "apart": SkinnyGemm
+    with the norm in a kernel before it; "cublas": torch's product, the rest in kernels around it.
+    With many rows, torch's product: "whole", or in `splits` pieces of the "rows" or of the outputs,
     "columns".
     """
 
@@ -77,7 +81,7 @@ class Choice:
 
     @classmethod
     def parse(cls, entry: Any) -> Choice:
-        """The choice of a file's entry; raises ValueError for what is none."""
+        """The choice in an entry of the file; raises ValueError for an entry that is no choice."""
         if not isinstance(entry, dict) or entry.get("way") not in WAYS:
             raise ValueError(f"no choice: {entry!r}")
         variant, splits = entry.get("variant", 0), entry.get("splits", 0)
@@ -112,7 +116,7 @@ def cache_path() -> str:
 
 @functools.cache
 def build_id(file: Path = FILE) -> str:
-    """What tells one build of the kernels library from another; "none" where there is none."""
+    """A hash that identifies this build of the kernels library; "none" where there is none."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -157,7 +161,8 @@ class Table:
 
     def won(self) -> tuple[int, int]:
         """How many of the measured products of few rows an own kernel computes, and how many there
-        are."""
+        are.
+        """
         few = [
             choice.way in SKINNY for choice in self._choices.values() if choice.way not in PIECES
         ]

@@ -56,10 +56,9 @@ def _siblings(cpu: int, root: Path) -> set[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The limit of this process's own cgroup, and of every one above it that is visible.
-
-    In a container the mount often shows the own cgroup as its top, under whatever path the host
-    has for it; then that top is looked at alone.
+    """The limits of this process's own cgroup and of all visible ones above it. In a container the
+    mount often shows the process's own cgroup as its root, under whatever path the host has for it;
+    then the root is the only one that is read.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, _, rest = line.partition(":")

@@ -11,14 +11,14 @@ from offload.kernels import tuning
 from offload.kernels.call import on_stream
 from offload.kernels.choices import Choice, Key
 
-MEASURED_ROWS = 2048  # fewer are over too soon for another way to gain anything
-# What a piece of rows or columns has at least, and is a multiple of: no tile of cuBLAS is larger,
-# and pieces begin at addresses as even as the whole's.
+MEASURED_ROWS = 2048  # products of fewer rows are too short to gain anything
+# The least size of a piece, and what sizes are multiples of: no tile of cuBLAS is larger, and
+# pieces begin at addresses as aligned as the whole's.
 LEAST_PIECE = 2048
 GRAIN = 256
 ROW_PIECES = (2, 4, 8)
 COLUMN_PIECES = (2, 3, 4, 6)
-GAIN = 0.99  # of the whole's time: what is not below is noise
+GAIN = 0.99  # of the whole's time: less of a gain is noise
 WHOLE = Choice("whole")
 
 
@@ -28,13 +28,13 @@ class CublasProduct:
     x: [rows, depth], w: [depth, outputs], out: [rows, outputs], views with rows at one stride (w
     may be the transpose of one). added: [outputs], or `out` itself.
 
-    cuBLAS picks its kernel by a guess, and for some shapes that for a part is so much better that
-    several products of parts of the rows, or of the outputs, take less time than one. From 2048
-    rows on a GPU the way is therefore looked up in the table of `choices`, for rows up to the next
-    power of two; where it is not there, the first launch measures it, on the product's own tensors
-    (half a second at most, on memory that is there already). `choice`
-    ("whole", "rows", "columns") forces it. Not measured, and whole, is what has few rows, what is
-    on a CPU, what adds to `out`, and what is captured in a graph before it was measured.
+    cuBLAS picks its kernel by a heuristic, and for some shapes it picks so much better for a part
+    that several products, of parts of the rows or of the outputs, take less time than one. So from
+    2048 rows on, on a GPU, the way is looked up in the table of `choices`, for rows up to the next
+    power of two. If it is not there, the first launch measures it on the product's own tensors (for
+    half a second at most, without more memory). `choice` ("whole", "rows", "columns") forces it. A
+    product is not measured, and is computed whole, if it has fewer rows, runs on a CPU, adds to
+    `out`, or is captured in a graph before it was measured.
     """
 
     def __init__(
@@ -115,15 +115,16 @@ class CublasProduct:
 def _product(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None
 ) -> Callable[[], Any]:
-    """torch's product: cuBLAS takes rows at one stride as they lie, those of `out` too, and adds to
-    `out` without a copy where `added` is the same tensor."""
+    """torch's product. cuBLAS takes tensors with rows at one stride as they are, `out` too, and
+    adds to `out` without a copy where `added` is the same tensor.
+    """
     if added is None:
         return lambda: torch.mm(x, w, out=out)
     return lambda: torch.addmm(added, x, w, out=out)
 
 
 def ways(rows: int, outputs: int) -> tuple[Choice, ...]:
-    """The ways that may be quicker than the others, the whole first."""
+    """The ways that may be the quickest, the whole product first."""
     sides: list[tuple[Literal["rows", "columns"], int, tuple[int, ...]]] = [
         ("rows", rows, ROW_PIECES),
         ("columns", outputs, COLUMN_PIECES),
@@ -137,7 +138,7 @@ def ways(rows: int, outputs: int) -> tuple[Choice, ...]:
 
 
 def cut(size: int, count: int) -> list[slice]:
-    """`size` in `count` pieces, or fewer: multiples of `GRAIN`, less what the last one lacks."""
+    """`size` in `count` pieces, or fewer: multiples of `GRAIN`, but for the last one."""
     step = -(-size // (count * GRAIN)) * GRAIN
     return [slice(first, min(first + step, size)) for first in range(0, size, step)]
 

@@ -1,7 +1,7 @@
-"""Stored weights -> weights: `dequantise` is the one door, `dequantiser` for who passes it often.
+"""Stored weights -> weights, by `dequantise`, or by `dequantiser` for callers that do it often.
 
-On a GPU the library's kernel answers, elsewhere and for what it does not take the reference does;
-both give the same bits.
+On a GPU the library's kernel runs; elsewhere, and for formats that it does not take, the reference
+does. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ def dequantise(
 ) -> torch.Tensor:
     """The weight of `shape` that `stored` (by the ends of names, see `weight_format`) stands for.
 
-    Computed in float32 and rounded once to `dtype`; `out`, where given, is filled and returned.
-    All tensors are on one device, and work is issued on its current stream. Nothing is checked
-    here: `WeightFormat.check_stored` does, and what the values of scales and group indices must
-    be, `check_values` does.
+    Computed in float32 and rounded once to `dtype`; `out`, where given, is filled and returned. All
+    tensors are on one device, and work is issued on its current stream. Nothing is checked here:
+    see `WeightFormat.check_stored`, and `check_values` for what scales and group indices hold.
     """
     if out is None:
         device = stored[form.scale_name].device
@@ -43,10 +42,9 @@ def dequantise(
 def dequantiser(
     form: WeightFormat, stored: Mapping[str, torch.Tensor], out: torch.Tensor
 ) -> Callable[[int], None]:
-    """What fills `out`, [N, K] (of `gpt_oss` [E, K, N]), each time that it is called, on the stream
-    that it is given (a number, the current one).
-
-    The tensors' places are taken down once: they must not move, what they hold may change.
+    """A function that fills `out`, [N, K] (for `gpt_oss` [E, K, N]), on the stream that it is given
+    (a number; it must be the current one). It keeps the tensors' addresses: they must not move, but
+    what they hold may change.
     """
     if not by_kernel(stored, out):
         return partial(_by_reference, form, dict(stored), out)
@@ -85,8 +83,8 @@ def _turned(
 
 
 def check_values(form: WeightFormat, stored: Mapping[str, torch.Tensor], groups: int) -> None:
-    """Raise ValueError, naming the tensor, where a scale is no finite number or an index of the act
-    order (all of `stored` that is given) names none of the `groups`.
+    """Raise ValueError, naming the tensor, if a scale is not finite or an index of the act order
+    (all of `stored` that is given) names none of the `groups`.
     """
     scale = stored.get(form.scale_name)
     if scale is not None:

@@ -1,4 +1,4 @@
-"""Stored weights made into weights, in place, as often as they are loaded."""
+"""The kernel's call that fills a weight from what is stored for it, as often as that is loaded."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class SkinnyGemm(Call):
         self._reserve(workspace, input.device)
 
     def _reserve(self, workspace: Workspace | None, device: torch.device) -> None:
-        """Give the call the scratch that the library says it needs, where it runs on a GPU."""
+        """Give the call the scratch that the library asks for, where it runs on a GPU."""
         self._device = device
         if not self._on_gpu:
             return

@@ -193,9 +193,9 @@ class HostAttention:
             self._library.wait(self._job)
 
     def poll(self) -> None:
-        """Return when `wait` would return at once, without sleeping until then; at once where no
-        core is left for that. A host that halts meanwhile is slow at what it does next, by 0.2 ms
-        a layer of a step on a virtual machine. Each look lets other threads run.
+        """Return when `wait` would return at once, without sleeping until then; at once if no core
+        is free for that. A host that sleeps meanwhile is slow at what it does next, by 0.2 ms a
+        layer of a step on a virtual machine. Between two looks other threads may run.
         """
         spare = self.threads < len(os.sched_getaffinity(0))
         while spare and not self.done:

@@ -61,10 +61,8 @@ class HostPool:
 
     def beside_stream(self, group: int, dtype: torch.dtype) -> int:
         """How many of the threads a call of `group` queries a KV head over caches of `dtype` takes
-        while copies from CPU memory run.
-
-        Where memory binds and not arithmetic, more threads than it takes to keep memory busy only
-        make copies wait, and each other.
+        while copies from CPU memory run. Where memory and not arithmetic is the limit, more threads
+        than it takes to keep memory busy only delay the copies, and each other.
         """
         path = self._library.paths()[-1]
         if path == "amx" and group >= TILES_FROM and dtype in (torch.bfloat16, torch.int8):

@@ -1,5 +1,5 @@
-"""A product of any number of rows with an int8 weight on the int8 matrix units: the rows become
-int8 with a scale each, the sums numbers again.
+"""A product of any number of rows with an int8 weight on the int8 matrix units: rows are rounded to
+int8 with a scale each, and the sums scaled back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def why_not_int8(form: WeightFormat, dtype: torch.dtype, outputs: int, depth: in
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
     """`count` rows as int8: codes [count or more, depth], and a float32 scale each. There are codes
-    up to the next multiple of GRAIN rows, with any content.
+    up to the next multiple of GRAIN rows; those of further rows are undefined.
     """
 
     codes: torch.Tensor
@@ -58,7 +58,7 @@ class Int8Rows:
 
     @classmethod
     def within(cls, memory: torch.Tensor, count: int, depth: int) -> Int8Rows:
-        """In uint8 `memory`, at a multiple of 16 bytes; what it holds is made by a QuantizeRows."""
+        """In uint8 `memory`, at a multiple of 16 bytes; a QuantizeRows fills it."""
         rows = _whole(count)
         begin = _aligned(rows * depth)
         codes = memory[: rows * depth].view(torch.int8).view(rows, depth)
@@ -71,7 +71,7 @@ class Int8Rows:
         return Int8Rows(self.codes[part], self.scales[part], end - first)
 
     def made_of(self, input: torch.Tensor, **before: Any) -> QuantizeRows:
-        """What makes them of `input` [..., depth]; `before`: see QuantizeRows."""
+        """The call that makes them of `input` [..., depth]; `before`: see QuantizeRows."""
         return QuantizeRows(input, self.codes[: self.count], self.scales[: self.count], **before)
 
 

@@ -96,7 +96,7 @@ class Linear(CompositeCall):
         )
         self.choice = choice
         if input.device.type != "cuda" or not asked.rows:
-            self._launches = (asked.on_cpu,)  # which does not hold this call: no cycle
+            self._launches = (asked.on_cpu,)  # it does not refer to this call: no cycle
             return
         workspace = workspace or Workspace(input.device)
         if choice is None:
@@ -142,9 +142,7 @@ def choose(asked: _Arguments) -> Choice:
 
 
 def _like(asked: _Arguments, rows: int) -> _Arguments:
-    """The same product of other tensors: what lies in the given ones may not be there yet, and
-    stays as it is.
-    """
+    """The same product on other tensors: the given ones may not be filled yet, and must stay."""
     like = asked.input
 
     def new(*shape: int) -> torch.Tensor:
@@ -240,7 +238,7 @@ def _parts(
     workspace: Workspace, like: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
     """Parts of a workspace, one behind another, for what lies between the kernels. All are asked
-    for at once, as the memory of a workspace is the same for every caller.
+    for at once, since every call of a workspace gets the same memory.
     """
     size = like.element_size()
     lengths = [-(-torch.Size(shape).numel() * size // _ALIGNMENT) for shape in shapes.values()]
@@ -294,7 +292,7 @@ def _cublas(
 
 
 def _behind(asked: _Arguments, parts: Mapping[str, torch.Tensor]) -> list[Callable[[int], Any]]:
-    """What makes `out` of the product: bias, activation and gate, the residual sum."""
+    """The kernels that make `out` of the product: bias, activation and gate, the residual sum."""
     launches: list[Callable[[int], Any]] = []
     flat_out = _rows(asked.out)
     end = parts.get("end", flat_out)
