@@ -64,10 +64,9 @@ def place(
     config: OffloadConfig,
     io: Mapping[str, Any],
 ) -> Placement:
-    """Where everything goes. `spec` None: the model's own modules run it; `home` is where weights
-    are packed, `io` the drive's tuned settings.
-
-    Raises BudgetError, with the least that would do, and UnsupportedError.
+    """Where everything goes. `spec` None: the model's own modules run it; `home`: where weights are
+    packed; `io`: the drive's tuned settings. Raises BudgetError, with the least that would do, and
+    UnsupportedError.
     """
     untuned = {"block_size": CHUNK_BYTES, "queue_depth": IN_FLIGHT[config.compute.type]}
     io = {**untuned, **io}
@@ -121,8 +120,8 @@ def _filled(
     config: OffloadConfig,
     io: Mapping[str, Any],
 ) -> tuple[Plan, int | None]:
-    """The plan, and how many tokens of prompts stand at once in a layer (None: all): fewer only
-    where the loads ahead that were asked for do not fit otherwise. Raises BudgetError.
+    """The plan, and how many tokens of prompts a layer computes at once (None: all). They are fewer
+    only if the loads ahead that were asked for would not fit otherwise. Raises BudgetError.
     """
     few = spec is not None and config.compute.type != "cpu"  # whose memory is one of weights
     best: tuple[Plan, int | None] | None = None
@@ -228,6 +227,6 @@ def _kv_cpu_bytes(network: PreTrainedModel, spec: ModelSpec | None, config: Offl
 
 
 def column_bytes(spec: ModelSpec, dtype: torch.dtype, config: OffloadConfig) -> list[int]:
-    """What one token of a sequence in CPU memory leaves in each layer."""
+    """Bytes in each layer of one token of a sequence in CPU memory."""
     shapes = [(2, layer.layout.kv_heads, 1, layer.layout.head_dim) for layer in spec.layers]
     return [HostColumns.nbytes(shape, dtype, config.int8_kv) for shape in shapes]

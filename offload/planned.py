@@ -36,15 +36,15 @@ QUICK = (
     "the rates that this was planned with were measured in a few seconds: `offload info --measure` "
     "measures this machine at length, once, and keeps what it finds"
 )
-# Bytes of the GPU that are no tensor of a model's: cuBLAS' workspaces (32 MiB on Hopper) of the
-# streams that compute, capture graphs and measure products, cuBLASLt's, and a step of the
-# allocator's for each of the tensors that come and go, of which there are up to 30.
+# Bytes of the GPU that no tensor of the model takes: workspaces of cuBLAS (32 MiB on Hopper) for
+# the streams that compute, capture graphs and measure products, and of cuBLASLt; and rounding by
+# the allocator for up to 30 tensors that come and go.
 BESIDE = (4 * 32 + 64) << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """What is to be done: `config` has no goal, but what was chosen."""
+    """A plan, and the config that it led to, which has no goal."""
 
     plan: Plan
     planned: Planned
@@ -62,11 +62,12 @@ def plan_run(
     home: Path,
     io: Mapping[str, int],
 ) -> PlannedRun:
-    """The best plan for the goal, of what the engine (`spec` None: the model's own modules) does.
+    """The best plan for the goal, using what the engine (`spec` None: the model's own modules) can
+    do.
 
-    Where this machine was not measured, its rates are now, within seconds: `files` are read for
-    it, or one that is written in `home`. `io`: bytes of a disk request, and how many at once.
-    Raises BudgetError, which says the least budget that would do.
+    If this machine was not measured yet, its rates are measured now, within seconds: by reading
+    `files`, or a test file that is written in `home`. `io`: bytes of a disk request, and how many
+    at once. Raises BudgetError, which says the least budget that would do.
     """
     assert config.goal is not None and config.job is not None
     hardware, notes = _hardware(network.dtype, config, files, home)
@@ -118,7 +119,7 @@ def plan_run(
 
 
 def _without_goal(config: OffloadConfig, setting: Setting) -> OffloadConfig:
-    """`config` as a user would have written it who had chosen `setting` himself."""
+    """`config` as a user would have written it to ask for `setting`."""
     assert config.job is not None
     below = setting.cpu_sequences
     return replace(
@@ -138,7 +139,9 @@ def _without_goal(config: OffloadConfig, setting: Setting) -> OffloadConfig:
 def _hardware(
     dtype: torch.dtype, config: OffloadConfig, files: Sequence[str], home: Path
 ) -> tuple[Hardware, tuple[str, ...]]:
-    """This machine's rates, and what to say of them. What was kept may lack products of a dtype."""
+    """This machine's rates, and what to say of them. The kept ones are not used if they lack
+    products of this dtype.
+    """
     kept = kept_hardware(None, config.compute)
     if kept is not None and kept.link_up is not None and kept.multiplies(_name(dtype)):
         if files and disk_of(Path(files[0]).resolve().parent) != kept.machine.disk:
@@ -155,7 +158,7 @@ def _name(dtype: torch.dtype) -> str:
 def _engine(
     network: PreTrainedModel, spec: ModelSpec | None, config: OffloadConfig, hardware: Hardware
 ) -> Engine:
-    """Who runs the model, and what of that it does here."""
+    """The engine that runs the model, without what it cannot do here."""
     if spec is None:
         return TRANSFORMERS
     problem = why_not_on_cpu(spec, network.dtype)
@@ -166,9 +169,9 @@ def _engine(
 
 
 def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, int]) -> Budget:
-    """Budgets that do not overlap: where the CPU computes, what it computes with comes first, and
-    leaves room for what disk reads pass through. What this drive's requests take beyond what plans
-    count is not there.
+    """Budgets that do not overlap. Where the CPU computes, what it computes with comes first, but
+    leaves room for the buffers of disk reads. What this drive's requests need beyond what plans
+    count is subtracted.
     """
     largest = max((layer.slot for layer in model.layers), default=0)
     ring = chunk_bytes(largest, io["block_size"]) * io["queue_depth"]
@@ -188,8 +191,8 @@ def _refusal_on_cpu(
     weights: str,
     io: Mapping[str, int],
 ) -> str:
-    """What memory lacks where the CPU computes: max_memory['cpu'] holds all of it, and
-    max_memory[0], where it is less, what the CPU computes with.
+    """Why memory does not suffice where the CPU computes: max_memory['cpu'] covers everything, and
+    max_memory[0], if it is less, what the CPU computes with.
     """
     job = job if job.batch is not None else replace(job, batch=1)
     has = f"{format_size(budget.cpu)} of CPU memory"
@@ -217,5 +220,5 @@ def _refusal_on_cpu(
 
 
 def _reserve(need: Footprint) -> int:
-    """What is kept free on the GPU: all but weights."""
+    """Bytes that are kept free on the GPU: for everything but weights."""
     return need.kv_device + need.kv_slots + need.hidden + need.workspace

@@ -15,27 +15,28 @@ from offload.trace import KEYS_AND_VALUES, Track
 
 
 class RowCopies(Protocol):
-    """Copies of 2-dimensional tensors alike, whose rows are contiguous and lie at any stride.
+    """Copies between 2-dimensional tensors of equal shape, whose rows are contiguous and lie at any
+    stride.
 
-    The way down is a copy queue of its own. Small things that are wanted at once have none on their
-    way up: a copy engine would take them after the layer of weights that it is busy with, for tens
-    of milliseconds. They are read by a kernel, straight from pinned memory (`mapped`), which gets
-    its share of the link at once. Large things are asked for ahead (`prefetch`).
+    Copies down have a queue of their own. Small tensors that are wanted at once take no copy engine
+    on their way up: it would serve them after the layer of weights that it is busy with, tens of
+    milliseconds later. A kernel reads them from pinned memory (`mapped`) and gets its share of the
+    link at once. Large ones are asked for ahead of their use (`prefetch`).
     """
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """CPU memory of any content, that a GPU reads and writes."""
+        """CPU memory that a GPU reads and writes; its content is undefined."""
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
         """The same bytes of a `buffer`, as a tensor of the compute device."""
 
     def down(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy to CPU memory in the background, after all that was issued so far; the point at
-        which it is there. `source` must stay as it is until then.
+        """Copy to CPU memory in the background, after all that was issued so far. Returns the point
+        at which the copy is done; until then `source` must not change.
         """
 
     def up(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from CPU memory, before what is issued next. It takes the weights' copy engine: for
+        """Copy from CPU memory, before what is issued next. This uses the weights' copy engine: for
         what is needed once a prompt, not once a token. The host must not write to `source` before
         it has waited for the device.
         """
@@ -43,12 +44,12 @@ class RowCopies(Protocol):
     def prefetch(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any]
     ) -> Any:
-        """Copy to each target from its source in CPU memory, (target, source), in the background
-        and not before the points `after`; the point at which all is there.
+        """Copy each (target, source) from CPU memory in the background, not before the points
+        `after`. Returns the point at which all copies are done.
 
-        The queue is beside that of the weights, and the copy engine takes what is ready first: a
+        The queue is not that of the weights, and the copy engine serves what is ready first: a
         layer of weights when its slot is free, these when their targets are. Both are asked for
-        ahead of their use, so neither needs to go first, and none waits for the other's memory.
+        ahead of their use, so neither needs priority, and neither waits for the other's memory.
         """
 
     def mark(self) -> Any:
@@ -68,7 +69,7 @@ class HostCopies:
     """The CPU computes: a copy is done when the call returns."""
 
     def __init__(self, compute: ComputeDevice | None = None) -> None:
-        """`compute`: whose trace is told of what comes up."""
+        """`compute`: the device whose trace is told of what comes up."""
         self._compute = compute
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +197,7 @@ class CudaCopies:
 
 
 def row_copies(compute: ComputeDevice) -> RowCopies:
-    """Those of the compute device."""
+    """The copies for this compute device."""
     return CudaCopies(compute) if compute.torch_device.type == "cuda" else HostCopies(compute)
 
 
@@ -222,7 +223,7 @@ def _pitch(rows: torch.Tensor) -> int:
 
 
 class _Bytes:
-    """Pinned memory as torch takes over memory of a GPU."""
+    """Pinned memory in the form in which torch takes over memory of a GPU."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # torch keeps this object as long as its tensor

@@ -1,4 +1,6 @@
-"""A layer's way to CPU cores and back, and what calls take the host that has waited for those."""
+"""The time of a layer's exchange with CPU cores, and of launches by a host that has waited for
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ DTYPE = torch.bfloat16
 
 
 def exchange_seconds(device: torch.device) -> tuple[float, float]:
-    """Two times that a step with attention on CPU cores takes beside it, medians.
+    """Medians of two times that attention on CPU cores adds to a step.
 
-    First what the launch of a kernel takes the host when cores have attended and it has waited for
-    them: they have emptied caches, and it may have slept. Then the way from a query on the compute
-    device to what cores make of it back there, where there is next to nothing to attend to: copies,
-    waits and threads that wake up.
+    First, the launch of a kernel by a host that has waited while cores attended: they have evicted
+    its caches, and it may have slept. Second, the time from a query on the compute device to the
+    cores' result back there, with next to nothing to attend to: copies, waits, and threads that
+    wake up.
     """
     before = _Attention(BYTES // _Attention.COLUMN, device)
     calls = _Calls(device)
@@ -47,7 +49,7 @@ def exchange_seconds(device: torch.device) -> tuple[float, float]:
 
 
 class _Calls:
-    """Small ones, made before."""
+    """Small calls, made before."""
 
     def __init__(self, device: torch.device) -> None:
         self._rows = torch.zeros(16, 1024, dtype=DTYPE, device=device)
@@ -57,7 +59,7 @@ class _Calls:
         self._device = device
 
     def issue(self) -> None:
-        """All of a layer."""
+        """Issue the calls of a layer."""
         stream = current_stream(self._device)
         for _ in range(PRODUCTS):
             torch.mm(self._rows, self._weight.T, out=self._out)
@@ -66,7 +68,7 @@ class _Calls:
 
 
 class _Attention:
-    """Of one row over so many columns, as a step has it done."""
+    """Attention of one row to so many columns, as in a step."""
 
     HEADS, WIDTH = 16, 128
     COLUMN = 2 * HEADS * WIDTH * DTYPE.itemsize  # bytes
@@ -88,21 +90,21 @@ class _Attention:
         )
 
     def attend(self) -> None:
-        """Start, and return when it is done."""
+        """Attend, and return when it is done."""
         self._call.start()
         self._call.poll()
         self._call.wait()
 
 
 class _Way:
-    """Of one row, down and up."""
+    """The exchange of one row: down, attention, up."""
 
     def __init__(self, device: torch.device) -> None:
         self._attention = _Attention(1, device)
         self._there = torch.zeros_like(self._attention.query, device=device)
 
     def go(self) -> None:
-        """There and back."""
+        """One exchange."""
         attention, there = self._attention, self._there
         there.add_(1.0)  # what makes the query
         attention.copies.synchronize(attention.copies.down(attention.query, there))

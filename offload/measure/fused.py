@@ -1,5 +1,5 @@
-"""What the fused engine's own parts give: its products of few rows and its attention on the compute
-device, and what making and issuing its calls takes.
+"""Rates of the fused engine's own parts: products of few rows and attention on the compute device,
+and the time of making and issuing its calls.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from offload.measure.compute import run_seconds
 from offload.scheduler.hardware import Curve
 
 WIDTH = 8192  # of the square weights
-ROTATED = 400 << 20  # bytes of weights that are multiplied with in turns: more than any L2
+ROTATED = 400 << 20  # bytes of weights used in turns: more than any L2 holds
 ROWS = (1, 4, 16, 32, 64)
 GROUPS = (1, 8)  # queries a KV head
 PROMPTS = (128, 512, 4096)  # tokens
 DTYPE = torch.bfloat16
-# As they are kept where a layer stays.
+# As resident layers keep them.
 FORMATS = {name: WeightFormat(name, "panels", (1, 64)) for name in ("int8", "int4")}
 ROUNDS, CALLS, PROMPT_CALLS = 5, 1000, 4
 
@@ -40,8 +40,8 @@ RATES = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
 
 
 def own_rates(device: torch.device, rows: Sequence[int] = ROWS) -> Iterator[tuple[str, Any]]:
-    """`RATES` and their values, each as soon as it is measured: who wants some although others
-    failed has them. `rows`: of the products.
+    """`RATES` and their values, each as soon as it is measured, so that callers have some even if
+    others fail. `rows`: of the products.
     """
     yield "few_rows", few_rows(device, rows)
     yield "prompt_attention", prompt_attention(device)
@@ -51,9 +51,8 @@ def own_rates(device: torch.device, rows: Sequence[int] = ROWS) -> Iterator[tupl
 
 
 def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curve]:
-    """By how weights are kept: rows -> bytes of them per second, read by products of so many rows.
-
-    Of each the way that the engine takes here.
+    """By the format of the weights: rows -> bytes of weights per second that products of so many
+    rows read, in the way that the engine takes here.
     """
     found = {str(DTYPE).removeprefix("torch."): _curve(_plain, None, rows, device)}
     for name, form in FORMATS.items():
@@ -85,8 +84,8 @@ def _quantised(form: WeightFormat, input: torch.Tensor, out: torch.Tensor) -> tu
 
 
 def attention(device: torch.device) -> Curve:
-    """Queries a KV head -> bytes of keys and values per second that decode attention reads, of many
-    sequences.
+    """Queries a KV head -> bytes of keys and values per second that decode attention reads, for
+    many sequences.
     """
     return tuple((group, _attention(device, group)) for group in GROUPS)
 
@@ -113,8 +112,9 @@ def _attention(device: torch.device, group: int) -> float:
 
 
 def prompt_attention(device: torch.device) -> Curve:
-    """Tokens of a prompt -> FLOP per second of causal attention within each of some, that are as
-    many rows as are read at once. Half of the scores count, as no more are of use.
+    """Tokens of a prompt -> FLOP per second of causal attention within prompts of that length, as
+    many at once as make up the rows of a pass. Only half of the scores count, as the others are
+    masked.
     """
     rows, heads, width = 8192, 32, 128
     points = []
@@ -144,7 +144,7 @@ def _seconds(calls: Sequence[Any], device: torch.device) -> float:
 
 
 def call_seconds(device: torch.device) -> float:
-    """That the host spends on making, checking and launching a call of an own kernel."""
+    """Seconds that the host spends on making, checking and launching a call of an own kernel."""
     rows = torch.zeros(1, 1024, dtype=DTYPE, device=device)
     stream = current_stream(device)
     times = []
@@ -159,8 +159,8 @@ def call_seconds(device: torch.device) -> float:
 
 
 def kernel_seconds(device: torch.device) -> float:
-    """That a small kernel takes the compute device behind another one: what stands between the
-    products of a step, in graphs.
+    """Seconds of a small kernel on the compute device right behind another one, in a graph: like
+    those between the products of a step.
     """
     rows = torch.zeros(64, 4096, dtype=DTYPE, device=device)
     call = ResidualNorm(residual=rows, branch=rows, sum_out=rows)

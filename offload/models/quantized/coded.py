@@ -1,4 +1,4 @@
-"""Lazy tensors that stored ones stand for, and how those are decoded."""
+"""Lazy tensors that stand for quantised weights, and how these are decoded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Decoder:
     def filler(
         self, stored: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> Callable[[int], None]:
-        """Fills `out` with it, whenever it is called with the number of the current stream."""
+        """A function that fills `out` with it; it takes the number of the current stream."""
         return dequantiser(self.form, stored, out)
 
     @property
@@ -40,5 +40,5 @@ def stand_for(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> LazyTensor:
-    """The weight of `shape` that `parts`, by the ends of their names, are stored for."""
+    """A lazy tensor for the weight of `shape` that `parts` hold, by the ends of their names."""
     return LazyTensor(Coded(tuple(parts.items()), Decoder(form, shape), torch.Size(shape), dtype))

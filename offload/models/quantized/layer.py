@@ -1,5 +1,5 @@
-"""A layer's quantised weights as the fused block multiplies with them: whole in the scratch, or as
-they are stored.
+"""A layer's quantised weights as the fused block multiplies with them: made whole in the scratch,
+or as they are stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Filling:
         self._scratch = scratch
 
     def launch(self, stream: int = 0) -> None:
-        """Issue it, where it was not since the layer was entered."""
+        """Issue it, unless it was issued since the layer was entered."""
         if self not in self._scratch.holds:
             self._scratch.holds.add(self)
             for fill in self._fills:
@@ -42,8 +42,8 @@ class Filling:
 class QuantisedLayer:
     """The quantised weights of one layer of a model, by their names in it.
 
-    Weights of its products stand whole in the model's scratch, one product's behind another's: what
-    that takes is said to the scratch.
+    Weights that are made whole lie side by side in the model's scratch, which is told how much that
+    takes.
     """
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
@@ -75,7 +75,7 @@ class QuantisedLayer:
 
     @classmethod
     def of(cls, spec: LayerSpec, module: nn.Module) -> QuantisedLayer | None:
-        """Those of the layer `module`; None where it has none."""
+        """The quantised weights of the layer `module`; None where it has none."""
         return cls(spec, module) if any(True for _ in quantised_forwards(module)) else None
 
     def __contains__(self, linear: LinearSpec) -> bool:
@@ -86,7 +86,7 @@ class QuantisedLayer:
         return [names for names in self._adjacent.get(linear, ()) if len(names) > 1]
 
     def placeholders(self) -> Iterator[Place]:
-        """Where they stand in the model while nobody needs them."""
+        """What stands for the weights in the model while the layer is not in use."""
         for name, weight in self._weights.items():
             module = self._modules[name.removesuffix(weight.key).rstrip(".")]
             yield vars(module), weight.key, weight.placeholder
@@ -96,13 +96,15 @@ class QuantisedLayer:
         self.scratch.holds.clear()
 
     def leave(self) -> None:
-        """They may go again."""
+        """The layer's weights may be replaced by others."""
         self.scratch.poison()
 
     def whole(
         self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Filling]:
-        """Where the weight of a product will stand, and what makes it of the layer's `tensors`."""
+        """Where the weight of a product will stand whole, and what makes it of the layer's
+        `tensors`.
+        """
         like = next(self._weights[n].placeholder for n in linear.weights if n in self._weights)
         shapes = [
             self._weights[n].placeholder.shape if n in self._weights else tensors[n].shape
@@ -127,7 +129,7 @@ class QuantisedLayer:
         return weight, Filling(fills, self.scratch)
 
     def in_int8(self, linear: LinearSpec) -> bool:
-        """Whether what is multiplied with that product's weight is rounded to int8."""
+        """Whether rows are rounded to int8 for the product with that weight."""
         stack = self._stacks.get(linear)
         if stack is None or linear.transposed:
             return False
@@ -135,15 +137,15 @@ class QuantisedLayer:
         return not why_not_int8(stack.form, dtype, *stack.shape)
 
     def nowhere(self, linear: LinearSpec) -> torch.Tensor:
-        """What stands for the weight of a product `in_int8`: shape and dtype without memory."""
+        """A stand-in for the weight of a product `in_int8`: a shape and dtype, without memory."""
         dtype = self._weights[linear.weights[0]].placeholder.dtype
         return torch.empty(self._stacks[linear].shape, dtype=dtype, device="meta")
 
     def multiplied_as_it_is(
         self, linear: LinearSpec, tensors: Mapping[str, torch.Tensor]
     ) -> StoredWeight | None:
-        """What is stored for a product's weight, where rows are multiplied with that: a few of
-        them with panels, any number with int8, rounded to it.
+        """What is stored for a product's weight, if rows are multiplied with that: a few rows with
+        panels, any number with int8, to which they are rounded.
         """
         stack = self._stacks.get(linear)
         if stack is None or not (stack.form.layout == "panels" or self.in_int8(linear)):

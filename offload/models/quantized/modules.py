@@ -29,7 +29,7 @@ def keep_quantised(model: nn.Module) -> None:
     tensors as parameters, and a forward that makes the weights of them.
 
     A parameter that is more than a rearrangement of such weights stays as it is: it is computed
-    once, as any other that loading changed.
+    once, like any other that loading changed.
     """
     found: dict[int, list[WholeWeight]] = {}
     for shared in shared_parameters(model):
@@ -99,7 +99,7 @@ def quantised_forwards(model: nn.Module) -> Iterator[tuple[str, QuantisedForward
 
 
 def quantised_forward(module: nn.Module) -> QuantisedForward | None:
-    """What makes the weights of `module`, itself, where it has quantised ones."""
+    """The forward of `module` that makes its weights, if it has quantised ones."""
     return module.__dict__.get(_STORED)
 
 
@@ -127,12 +127,12 @@ def linears_in_int8(model: nn.Module) -> int:
 
 
 def scratch_bytes(model: nn.Module) -> int:
-    """Bytes at most that weights of `model` that stand whole take at one time."""
+    """The most bytes that weights of `model` made whole take at one time."""
     scratches = {id(f.scratch): f.scratch for _, f in quantised_forwards(model)}
     return sum(scratch.peak for scratch in scratches.values())
 
 
 def release_quantised(model: nn.Module) -> None:
-    """Let go of the memory of every weight that stood whole, and of what it was made of."""
+    """Give back the memory of all weights, stored and whole."""
     for _, forward in quantised_forwards(model):
         forward.release()

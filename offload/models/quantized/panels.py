@@ -27,8 +27,8 @@ from offload.models.specs.spec import LayerSpec
 
 
 def panel_weights(weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight] | None:
-    """What weights that act as one become, part for part in the same memory; None where one of
-    them stays as it is, or their formats differ.
+    """What each of the weights that act as one becomes, in the same memory; None where one of them
+    stays as it is, or their formats differ.
     """
     found: dict[str, WholeWeight] = {}
     formats = set()
@@ -43,7 +43,9 @@ def panel_weights(weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight] 
 
 
 def _panel_weight(weight: WholeWeight) -> WholeWeight | None:
-    """The same of one weight; None where it stays as it is, as no kernel would multiply with it."""
+    """The same for one weight; None where it stays as it is, since no kernel would multiply with
+    it.
+    """
     expression = weight.expression
     decode = getattr(expression, "decode", None)
     if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
@@ -65,9 +67,9 @@ def _panel_weight(weight: WholeWeight) -> WholeWeight | None:
 
 
 def arrange(spec: LayerSpec, layer: nn.Module) -> None:
-    """Put in panels what is stored for the products of a layer that stays where it is.
+    """Arrange in panels what is stored for the products of a layer that stays where it is.
 
-    A state dict shows such weights in rows. To load into them, cast or move them is refused.
+    A state dict shows such weights in rows. Loading into them, casting and moving them is refused.
     """
     holders: dict[nn.Module, QuantisedForward] = {}
     found = {
@@ -93,8 +95,8 @@ def arrange(spec: LayerSpec, layer: nn.Module) -> None:
 def _rearrange(
     module: nn.Module, forward: QuantisedForward, old: WholeWeight, new: WholeWeight
 ) -> None:
-    """Put what is stored for `new` where that for `old` lies, by way of the scratch: panels are of
-    as many bytes, but none stays in its place.
+    """Put what is stored for `new` in the place of what is stored for `old`, by way of the scratch:
+    panels take as many bytes, but each byte has another place.
     """
     before: Any = old.expression
     after: Any = new.expression

@@ -1,4 +1,4 @@
-"""The memory in which weights stand whole while they are used, one module's after another's."""
+"""The memory in which weights are made whole while they are used, one module's after another's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from offload.store.layout import align
 class Scratch:
     """Memory that the modules of one model share.
 
-    Filling it and reading it are work of one stream, in whose order the next module's weights
-    follow the last one's; when the stream is another, it waits for the one before. `lock` is held
-    by the thread that uses it, and `top` is where what it uses ends. `holds` are makers of weights
-    whose work is in it.
+    Filling it and reading it are work of one stream, in whose order one module's weights follow
+    another's; a stream that takes over waits for the one before. `lock` is held by the thread that
+    uses it, and `top` is the end of what it uses. `holds` are the objects whose weights are in it.
     """
 
     def __init__(self) -> None:
@@ -36,19 +35,21 @@ class Scratch:
         _scratches.add(self)
 
     def need(self, nbytes: int, beside: int = 0) -> None:
-        """Some use takes `nbytes`, and filling it `beside` more; to be said before the first."""
+        """Announce, before its first use, a use of `nbytes` that takes `beside` more while it is
+        filled.
+        """
         self.nbytes = max(self.nbytes, align(nbytes))
         self.peak = max(self.peak, align(nbytes) + beside)
 
     def view(
         self, offset: int, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor of this shape, `offset` bytes from the start, with any content."""
+        """A tensor of this shape, `offset` bytes from the start, its content undefined."""
         memory = self._memory
         if memory is None or memory.device != device or memory.numel() < self.nbytes:
             if device.type == "cuda":
                 with torch.cuda.device(device):
-                    torch.cuda.empty_cache()  # what stays is no part of a block that is merely kept
+                    torch.cuda.empty_cache()  # what stays must be no part of a cached block
             self._memory = memory = None  # first: both would be there at once
             raw = torch.empty(self.nbytes + align(1), dtype=torch.uint8, device=device)
             skip = -raw.data_ptr() % align(1)
@@ -57,13 +58,13 @@ class Scratch:
         return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def poison(self) -> None:
-        """In tests: whoever reads what he did not make finds NaN."""
+        """In tests: fill it with NaN, which reads of anything not made since then find."""
         if self._poison and self._memory is not None:
             self._memory.fill_(POISON_BYTE)
 
     @contextmanager
     def taken(self, device: torch.device) -> Iterator[None]:
-        """This thread, and the current stream of `device`, have it to themselves meanwhile."""
+        """Reserve it for this thread and the current stream of `device` in this block."""
         with self.lock:
             self.stream(device)
             yield

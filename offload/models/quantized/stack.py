@@ -1,4 +1,4 @@
-"""Weights that act as one where they are one as stored, too."""
+"""Weights that act as one, and that are one weight as they are stored, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_ROWS = ("packed", "plain", "fp8_block", "panels", "mxfp4")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A product's weight as it is stored, in tensors that lie for good, by the ends of names."""
+    """A product's weight as it is stored, in tensors that stay in place, by the ends of names."""
 
     form: WeightFormat
     tensors: Mapping[str, torch.Tensor]
@@ -40,8 +40,8 @@ class Stack:
 
     @classmethod
     def of(cls, weights: Mapping[str, WholeWeight]) -> Stack | None:
-        """The stack of these, by their names in the layer; None where they are not of one format,
-        stored row by row, or more than what is stored for them.
+        """The stack of these weights, by their names in the layer; None where they differ in
+        format, are not stored row by row, or are computed from more than what is stored.
         """
         found: list[tuple[Decoder, dict[str, tuple[torch.dtype, torch.Size]]]] = []
         for weight in weights.values():
@@ -64,7 +64,7 @@ class Stack:
         )
 
     def stored(self, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
-        """It in one piece, from the layer's `tensors`."""
+        """The stack's tensors in one piece, from the layer's `tensors`."""
         return StoredWeight(
             self.form,
             {end: joined([tensors[n] for n in names]) for end, names in self.parts.items()},
@@ -72,7 +72,7 @@ class Stack:
 
 
 def stored_together(weights: Mapping[str, WholeWeight]) -> list[tuple[str, ...]]:
-    """What is stored for weights of a layer, like ones together, by names in it: each group is to
+    """Groups of tensors that are stored for weights of a layer, by their names in it, that are to
     lie without a gap. Empty where the weights are no stack, and become none in panels.
     """
     if Stack.of(weights) is None and panel_weights(weights) is None:

@@ -77,7 +77,7 @@ class Wishes:
         return cls(default, tuple(found.items()))
 
     def find(self, names: Iterable[str]) -> tuple[Wanted | None, str | None]:
-        """For a module of these names: what it gets, and the pattern that says so."""
+        """The format for a module of these names, and the pattern that says so."""
         names = list(names)
         for pattern, wanted in self.patterns:
             if any(re.search(pattern, name) for name in names):
@@ -86,6 +86,6 @@ class Wishes:
 
     @property
     def key(self) -> str:
-        """The same for the same wishes."""
+        """Text that is equal for equal wishes."""
         rows = [(DEFAULT, self.default), *self.patterns]
         return ";".join(f"{name}={x.name if x is not None else PLAIN}" for name, x in rows)

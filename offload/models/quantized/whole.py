@@ -1,4 +1,4 @@
-"""A weight of a module, and how it is made of what is stored for it."""
+"""A module's weight, as an expression over the tensors that are stored for it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class WholeWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole weight."""
+        """Bytes of the whole weight."""
         return self.placeholder.nbytes
 
     @property
     def beside(self) -> int:
-        """Bytes that a filler takes besides."""
+        """Bytes that filling it takes besides."""
         return _beside(self.expression)
 
     @property
@@ -47,7 +47,7 @@ class WholeWeight:
         return _evaluate(self.expression, self._leaves(stored)).contiguous()
 
     def filler(self, stored: Sequence[torch.Tensor], out: torch.Tensor) -> Fill:
-        """What makes the weight in `out` whenever it is called; `stored` stay where they are."""
+        """A function that makes the weight in `out`; `stored` must stay where they are."""
         fills = list(_fills(self.expression, self._leaves(stored), out))
         return fills[0] if len(fills) == 1 else partial(_in_turn, fills)
 
@@ -133,7 +133,9 @@ def _joined(expression: Expression) -> tuple[list[Expression], int] | None:
 
 
 def _fills(expression: Expression, leaves: Sequence[_Leaf], out: torch.Tensor) -> Iterator[Fill]:
-    """Whatever is joined is made in its place; what is turned or cast is made apart."""
+    """The functions that fill `out` with the expression: what is joined is made in its place, what
+    is transposed or cast is made apart and copied.
+    """
     joined = _joined(expression)
     if joined is not None:
         inner, dim = joined
