@@ -21,11 +21,22 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+MOST_BYTES = (1 << 63) - 1
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes from an int or text; as in accelerate, "20GiB" is 20 * 2**30 and "24GB" 24 * 10**9."""
+    """Bytes from an int or text; as in accelerate, "20GiB" is 20 * 2**30 and "24GB" 24 * 10**9.
+
+    Raises ValueError.
+    """
+    size = _bytes(value)
+    if size > MOST_BYTES:
+        raise ValueError(f"the size {value!r} is more than any machine has")
+    return int(size)
+
+
+def _bytes(value: int | str) -> int | float:
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match:
@@ -37,7 +48,7 @@ def parse_size(value: int | str) -> int:
                 )
             factor = _UNITS.get(unit.upper())
             if factor is not None:
-                return int(number) * factor if number.isdigit() else int(float(number) * factor)
+                return int(number) * factor if number.isdigit() else float(number) * factor
         raise ValueError(
             f"the size {value!r} is not understood; give bytes as an int, or text like "
             '"20GiB", "24GB" or "500MB"'

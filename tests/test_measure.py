@@ -94,7 +94,7 @@ def test_rates_are_kept_until_the_machine_changes(
     assert len(measured) == 2 and file.exists()
 
 
-@pytest.mark.parametrize("junk", ["{", '{"machine": {}}'])
+@pytest.mark.parametrize("junk", ["{", '{"machine": {}}', "[" * 100_000], ids=["{", "{}", "["])
 def test_a_file_that_cannot_be_read_is_measured_anew(
     brief: None, tmp_path: Path, junk: str
 ) -> None:

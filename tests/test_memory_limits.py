@@ -56,6 +56,12 @@ def test_what_is_no_size(text):
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + ".5TiB", "9000000.TiB", 1 << 63])
+def test_more_than_any_machine_has(size):
+    with pytest.raises(ValueError, match="is more than any machine has"):
+        parse_size(size)
+
+
 @pytest.mark.parametrize("text", ["20Gb", "20gb", "3mb"])
 def test_bits_are_not_bytes(text):
     """accelerate divides these by eight, which nobody expects of a memory budget."""

@@ -39,7 +39,7 @@ def size(text: str) -> int:
     from offload.memory_limits import parse_size
 
     try:
-        return parse_size(int(text) if text.isdigit() else text)
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -47,11 +47,12 @@ def size(text: str) -> int:
 def memory(text: str) -> tuple[int | str, int]:
     """One entry of max_memory: cpu=64GiB, 0=20GiB."""
     place, equals, amount = text.partition("=")
-    if not equals or not (place == "cpu" or place.isdigit()):
+    number = place.isascii() and place.isdigit()
+    if not equals or not (place == "cpu" or number):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not PLACE=SIZE; PLACE is 'cpu' or the number of a GPU, as in cpu=64GiB"
         )
-    return (int(place) if place.isdigit() else place), size(amount)
+    return (int(place) if number else place), size(amount)
 
 
 def device_map(text: str) -> str | dict[str, Any]:

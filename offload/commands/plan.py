@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_job, add_json, add_kv_dtype, memory, positive
+from offload.commands.arguments import add_job, add_json, add_kv_dtype, memory, path, positive
 from offload.commands.console import say
 from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
     machine.add_argument(
         "--hardware",
         metavar="FILE",
+        type=path,
         help="rates of another machine, as `offload info --measure --json` prints them there "
         "(default: this one's)",
     )

@@ -42,7 +42,7 @@ def read_hardware(file: str | os.PathLike[str]) -> Hardware:
         if isinstance(found, dict) and "hardware" in found:
             found = found["hardware"]
         return Hardware.from_dict(found)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise HardwareError(f"{file} holds no JSON: {error}") from error
     except HardwareError as error:
         raise HardwareError(f"{file}: {error}") from error

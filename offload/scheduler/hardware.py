@@ -13,6 +13,8 @@ from typing import Any
 from offload.errors import OffloadError
 
 FORMAT = 3  # raised when what is measured, or how, changes: older figures are then measured anew
+# Rates and times beyond these are mistakes, and sums of what follows from them would overflow.
+LEAST, MOST = 1e-12, 1e24
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -89,6 +91,8 @@ class Hardware:
             for rate in _values(value):
                 if not (isinstance(rate, float) and math.isfinite(rate) and rate > 0):
                     raise HardwareError(f"{name} is {rate!r}, not a number of {unit} above zero")
+                if not LEAST <= rate <= MOST:
+                    raise HardwareError(f"{name} is {rate!r} {unit}, which no machine has")
         curves = [getattr(self, name) for name in _CURVES]
         for curve in itertools.chain(curves, *(getattr(self, x).values() for x in _CURVES_BY_KIND)):
             points = [x for x, _ in curve]
@@ -209,11 +213,14 @@ class Hardware:
             wrong = sorted(facts.keys() ^ names)[0]
             raise HardwareError(f"'machine' has the fields of no machine: see {wrong!r}")
         for name in ("gpu_memory", "host_memory"):
-            if type(facts[name]) is not int or facts[name] < 0:
+            if type(facts[name]) is not int or not 0 <= facts[name] < 1 << 62:
                 raise HardwareError(
                     f"{name} of 'machine' is {facts[name]!r}, not a number of bytes"
                 )
-        rates = found.get("rates", {})
+        rates, absent = found.get("rates", {}), found.get("absent", {})
+        for name, part in (("rates", rates), ("absent", absent)):
+            if not isinstance(part, Mapping):
+                raise HardwareError(f"its {name!r} are {part!r}, not an object with names")
         unknown = sorted(rates.keys() - _UNITS.keys())
         if unknown:
             raise HardwareError(f"the rate {unknown[0]!r} is none; known are {', '.join(_UNITS)}")
@@ -221,7 +228,7 @@ class Hardware:
         return cls(
             machine=Machine(**facts),
             cpu_attention_by=str(found.get("cpu_attention_by", "")),
-            absent=dict(found.get("absent", {})),
+            absent=dict(absent),
             **values,
         )
 
@@ -302,7 +309,7 @@ def _read_rate(name: str, entry: Any) -> Any:
         if name in _CURVES:
             return _read_curve(value, scale)
         return float(value) * scale
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, OverflowError, TypeError, ValueError):
         raise HardwareError(f"the rate {name!r} has the value {value!r}") from None
 
 

@@ -10,6 +10,8 @@ from offload.scheduler.engine import CpuAttention
 from offload.scheduler.model_profile import PRECISIONS, Precision
 from offload.scheduler.plan import Tier, spread
 
+MOST = 1 << 30  # tokens, and sequences
+
 
 class Goal(str, enum.Enum):
     """What a plan is to be best at."""
@@ -34,6 +36,8 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; a job needs at least 1")
+            if value is not None and value > MOST:
+                raise ValueError(f"{name} is {value}; plans are made for at most {MOST}")
 
     @property
     def length(self) -> int:

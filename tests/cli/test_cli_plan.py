@@ -104,6 +104,10 @@ def test_a_budget_that_cannot_hold_it_says_the_least(program: Any, rates: Path) 
         (["tiny", "--max-memory", "1=3GiB"], "names 1; a plan is for one GPU, 0, and 'cpu'"),
         (["tiny", "--batch", "0"], "'0' is not a whole number above zero"),
         (["tiny", "--goal", "speed"], "invalid choice: 'speed'"),
+        (["tiny", "--prompt-len", "9" * 30], "plans are made for at most"),
+        (["tiny", "--max-memory", f"cpu={10**30}GiB"], "is more than any machine has"),
+        (["tiny", "--max-memory", "²=1GiB"], "is not PLACE=SIZE"),
+        (["tiny", "--hardware", ""], "the name of a file is empty"),
     ],
 )
 def test_bad_arguments_are_one_line(

@@ -352,6 +352,9 @@ def test_unknown_weights_and_impossible_jobs() -> None:
         plan_job(OPT_30B, H200, Budget(1, 1), Job(1, 1), weights=("fp3",))
     with pytest.raises(ValueError, match="gen is 0; a job needs at least 1"):
         Job(1, 0)
+    for job in ((10**400, 1), (1, (1 << 30) + 1), (1, 1, 10**400)):
+        with pytest.raises(ValueError, match="; plans are made for at most 1073741824"):
+            Job(*job)
 
 
 @pytest.mark.parametrize("batch", [None, 1, 8])
