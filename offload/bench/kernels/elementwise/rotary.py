@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,38 +89,7 @@ class Heads:
             for i in range(count)
         ]
 
-        def turned(x: torch.Tensor) -> torch.Tensor:
-            """As transformers does it: normalised and rotated in the model's dtype."""
-            if norm is not None:
-                x = torch_norm(x, norm)
-            if rotation is None:
-                return x
-            tables = rotation.cos, rotation.sin
-            x, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
-            if self.interleaved:
-                c, s = (t.repeat_interleave(2, -1).to(x.dtype).unsqueeze(2) for t in tables)
-                other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-            else:
-                c, s = (torch.cat((t, t), -1).to(x.dtype).unsqueeze(2) for t in tables)
-                a, b = x.chunk(2, -1)
-                other = torch.cat((-b, a), -1)
-            x = x * c + other * s
-            return torch.cat((x, rest), -1) if rest.shape[-1] else x
-
-        def eager(x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            x = x if bias is None else x + bias
-            d = self.head_dim
-            if self.grouped:
-                x = x.view(batch, tokens, self.kv_heads, layout.group + 2, d)
-                q = x[..., :-2, :].reshape(batch, tokens, self.heads, d)
-                k, v = x[..., -2, :], x[..., -1, :]
-            else:
-                parts = x.split([n * d for n in (self.heads, self.kv_heads, self.kv_heads)], -1)
-                q, k, v = (part.view(batch, tokens, -1, d) for part in parts)
-            key[:, :, COLUMN : COLUMN + tokens] = turned(k).transpose(1, 2)
-            value[:, :, COLUMN : COLUMN + tokens] = v.transpose(1, 2)
-            return turned(q)
-
+        eager = self._eager(layout, bias, norm, rotation)
         what = [f"{self.heads}/{self.kv_heads} x {self.head_dim}", f"rotary {self.rotary_dim}"]
         flags = ("interleaved", "grouped", "bias", "normed")
         what += [name for name in flags if getattr(self, name)]
@@ -134,6 +103,50 @@ class Heads:
             | (in_variants(calls, "variant", variants) or peers(eager, qkv, keys, values)),
             copies=count,
         )
+
+    def _eager(
+        self,
+        layout: QkvLayout,
+        bias: torch.Tensor | None,
+        norm: Norm | None,
+        rotation: Rotation | None,
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The same by torch's operations: appends to key and value, returns the queries."""
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            x = x if norm is None else torch_norm(x, norm)
+            return x if rotation is None else torch_rotation(x, rotation)
+
+        def eager(x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            x = x if bias is None else x + bias
+            (batch, tokens), d = x.shape[:2], self.head_dim
+            if self.grouped:
+                x = x.view(batch, tokens, self.kv_heads, layout.group + 2, d)
+                q = x[..., :-2, :].reshape(batch, tokens, self.heads, d)
+                k, v = x[..., -2, :], x[..., -1, :]
+            else:
+                parts = x.split([n * d for n in (self.heads, self.kv_heads, self.kv_heads)], -1)
+                q, k, v = (part.view(batch, tokens, -1, d) for part in parts)
+            key[:, :, COLUMN : COLUMN + tokens] = turned(k).transpose(1, 2)
+            value[:, :, COLUMN : COLUMN + tokens] = v.transpose(1, 2)
+            return turned(q)
+
+        return eager
+
+
+def torch_rotation(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Heads rotated as transformers does it: in their own dtype."""
+    tables = rotation.cos, rotation.sin
+    x, rest = x[..., : rotation.dim], x[..., rotation.dim :]
+    if rotation.interleaved:
+        c, s = (t.repeat_interleave(2, -1).to(x.dtype).unsqueeze(2) for t in tables)
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        c, s = (torch.cat((t, t), -1).to(x.dtype).unsqueeze(2) for t in tables)
+        a, b = x.chunk(2, -1)
+        other = torch.cat((-b, a), -1)
+    x = x * c + other * s
+    return torch.cat((x, rest), -1) if rest.shape[-1] else x
 
 
 ROTARIES = (
