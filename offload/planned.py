@@ -85,37 +85,40 @@ def plan_run(
         told = _refusal_on_cpu(budget, model, hardware, config.job, weights, io)
         raise BudgetError(told) from error
     setting, need = planned.choice.setting, planned.choice.memory
-    plan = fixed_plan(
-        [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers],
-        setting.tiers(),
-        budget,
-        Workload(
-            outside_bytes=parts.outside_bytes,
-            # Where the CPU computes, the budget is one of weights.
-            reserve_bytes=scratch_bytes(network) if on_cpu else beside + _reserve(need),
-            kv_cpu_bytes=0 if on_cpu else need.kv_cpu,
-            depth=setting.depth,
-            max_chunk_bytes=io["block_size"],
-            max_chunks=io["queue_depth"],
-        ),
+    work = Workload(
+        outside_bytes=parts.outside_bytes,
+        # Where the CPU computes, the budget is one of weights.
+        reserve_bytes=scratch_bytes(network) if on_cpu else beside + _reserve(need),
+        kv_cpu_bytes=0 if on_cpu else need.kv_cpu,
+        depth=setting.depth,
+        max_chunk_bytes=io["block_size"],
+        max_chunks=io["queue_depth"],
     )
-    if plan.depth != min(setting.depth, max(0, setting.streamed - 1)):
-        raise BudgetError(
-            f"a plan of {setting.depth} loads ahead was chosen, and {plan.depth} fit: lower "
-            "max_memory a little, so that another is chosen"
-        )
-    whole = setting.prefill_rows >= setting.batch * config.job.prompt
+    plan = _as_chosen(parts, setting, budget, work)
     if setting.decode_micro_batches > 1:
         notes += (
             f"planned for micro-batches of {setting.micro_batch} sequences, which share every load "
             "of a layer: `model.offload.generate` makes them",
         )
+    whole = setting.prefill_rows >= setting.batch * config.job.prompt
     return PlannedRun(
         replace(plan, notes=(*plan.notes, *notes)),
         planned,
         _without_goal(config, setting),
         None if whole or not engine.chunks else setting.prefill_rows,
     )
+
+
+def _as_chosen(parts: ModelParts, setting: Setting, budget: Budget, work: Workload) -> Plan:
+    """The plan that puts layers where `setting` does. Raises BudgetError where it does not fit."""
+    layers = [LayerSize(p.layer.name, p.layer.nbytes, p.layer.weight_bytes) for p in parts.layers]
+    plan = fixed_plan(layers, setting.tiers(), budget, work)
+    if plan.depth != min(setting.depth, max(0, setting.streamed - 1)):
+        raise BudgetError(
+            f"a plan of {setting.depth} loads ahead was chosen, and {plan.depth} fit: lower "
+            "max_memory a little, so that another is chosen"
+        )
+    return plan
 
 
 def _without_goal(config: OffloadConfig, setting: Setting) -> OffloadConfig:
