@@ -593,6 +593,19 @@ def test_without_a_padding_token_lengths_must_not_differ(
     assert got.shape == (3, batch["input_ids"].shape[1] + 2)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("pad", [0, 1])
+def test_short_rows_are_padded_as_in_one_batch(model: Any, pad: int, beams: int) -> None:
+    """Also where a whole micro-batch ends early, with beams, whose padding is another one."""
+    batch = variants.inputs("llama", rows=7, length=9)
+    options: Request = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    options |= {"eos_token_id": list(range(3, 131, 4)), "pad_token_id": pad}
+    want = model.generate(**batch, **options)
+    assert len({len(row) - int((row == row[-1]).sum()) for row in want}) > 1
+    got = model.offload.generate(batch, micro_batch_size=1, **options)
+    assert torch.equal(got, want)
+
+
 def test_another_threads_pass_comes_after_all(model: Any) -> None:
     arguments = variants.inputs("llama", seed=5)
     with torch.no_grad():

@@ -157,11 +157,17 @@ class _Padding:
         """As `generate` finds it: the padding token, else the first end token."""
         own = model.generation_config
         given = options.get("generation_config") or own
-        for name in ("pad_token_id", "eos_token_id"):
+
+        def first(name: str) -> int | None:
             for value in (options.get(name), getattr(given, name, None), getattr(own, name, None)):
                 if value is not None:
-                    return cls(int(torch.as_tensor(value).flatten()[0]))
-        return cls(None)
+                    return int(torch.as_tensor(value).flatten()[0])
+            return None
+
+        pad, end = first("pad_token_id"), first("eos_token_id")
+        # Beam search takes a padding token of 0 for none.
+        missing = not pad if (first("num_beams") or 1) > 1 else pad is None
+        return cls(end if missing and end is not None else pad)
 
     def check(self, options: Mapping[str, Any], several: bool) -> None:
         """Refuse what may end micro-batches at different lengths where nothing is known to fill
