@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,6 @@ def _measure_offload(
     disks = [read_rate(files)] if files else []
     reset_peaks(device)
     sizes_of_batches = {"offload": None, **setup.micro_batches}
-    found: dict[str, tuple[Timing, Peaks, int | None]] = {}
     with gpu_limit(device, setup.gpu_memory):
         start = time.perf_counter()
         model: Any = subject.offloaded(setup.config(subject, work))
@@ -184,17 +183,7 @@ def _measure_offload(
                 work = replace(work, batch=planned.choice.setting.batch)
             if planned is not None and planned.choice.setting.decode_micro_batches > 1:
                 sizes_of_batches["offload"] = planned.choice.setting.micro_batch
-            for name, size in sizes_of_batches.items():
-                if found:
-                    reset_peaks(device)
-                traced = setup.trace if not found else None
-                with model.offload.trace(traced) if traced else contextlib.nullcontext():
-                    timing = measure(model, work, device, size)
-                peaks = Peaks(*gpu_peaks(device), host_peak())
-                activations = None
-                if setup.micro_batch is not None:
-                    activations = activation_bytes(model, work, device, size)
-                found[name] = timing, peaks, activations
+            found = _time_batches(model, work, setup, device, sizes_of_batches)
             report, plan = model.offload.report(), model.offload.plan
             cpu_work, streamed_kv = model.offload.cpu_work, model.offload.streamed_kv
             disks += [read_rate(files)] if files else []
@@ -228,6 +217,31 @@ def _measure_offload(
     for name in setup.micro_batches:
         result.notes += _beside_one_batch(result, timings, name)
     return result, timings
+
+
+def _time_batches(
+    model: Any,
+    work: Workload,
+    setup: Setup,
+    device: torch.device,
+    sizes: Mapping[str, int | None],
+) -> dict[str, tuple[Timing, Peaks, int | None]]:
+    """By the name of its row, each way to run the batch: how long it took, what memory it took, and
+    bytes of activations where asked for. `sizes`: sequences of a micro-batch; None: one batch.
+    """
+    found: dict[str, tuple[Timing, Peaks, int | None]] = {}
+    for name, size in sizes.items():
+        if found:
+            reset_peaks(device)
+        traced = setup.trace if not found else None
+        with model.offload.trace(traced) if traced else contextlib.nullcontext():
+            timing = measure(model, work, device, size)
+        peaks = Peaks(*gpu_peaks(device), host_peak())
+        activations = None
+        if setup.micro_batch is not None:
+            activations = activation_bytes(model, work, device, size)
+        found[name] = timing, peaks, activations
+    return found
 
 
 def _beside_one_batch(result: Result, timings: dict[str, Timing], name: str) -> list[str]:
