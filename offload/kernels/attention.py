@@ -66,29 +66,9 @@ class DecodeAttention(Call):
         even: bool = False,
         early: bool = False,
     ) -> None:
-        if not isinstance(query, torch.Tensor):
-            raise TypeError(f"{OP}: query must be a tensor, not {type(query).__name__}")
-        dtype = dtype_code(OP, query)
-        if query.dim() != 3 or query.shape[1] < 1 or query.shape[2] < 1:
-            raise ValueError(
-                f"{OP}: query must be [batch, heads, head_dim], not {list(query.shape)}"
-            )
+        dtype = _check_tensors(query, key_cache, value_cache, out, length, start)
         batch, heads, head_dim = query.shape
-        if head_dim > MOST_HEAD_DIM:
-            raise ValueError(f"{OP}: head_dim must be at most {MOST_HEAD_DIM}, not {head_dim}")
-        check(OP, "query", query, (batch, heads, head_dim), query, contiguous=False)
-        check_caches(OP, key_cache, value_cache, query, batch=batch, head_dim=head_dim)
         kv_heads, capacity = key_cache.shape[1:3]
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"{OP}: {heads} query heads must be a multiple of {kv_heads} KV heads")
-        if capacity < 1:
-            raise ValueError(
-                f"{OP}: key_cache has no columns; its shape is {list(key_cache.shape)}"
-            )
-        check(OP, "out", out, (batch, heads, head_dim), query)
-        check(OP, "length", length, (batch,), query, dtype=torch.int32)
-        if start is not None:
-            check(OP, "start", start, (batch,), query, dtype=torch.int32)
         scores.check(OP, heads, query)
         max_length = capacity if max_length is None else max_length
         if not 1 <= max_length <= capacity:
@@ -154,3 +134,34 @@ class DecodeAttention(Call):
             start=self._start,
         )
         self._out.copy_(result)
+
+
+def _check_tensors(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    length: torch.Tensor,
+    start: torch.Tensor | None,
+) -> int:
+    """Refuse tensors that do not fit together; returns the code of their dtype."""
+    if not isinstance(query, torch.Tensor):
+        raise TypeError(f"{OP}: query must be a tensor, not {type(query).__name__}")
+    dtype = dtype_code(OP, query)
+    if query.dim() != 3 or query.shape[1] < 1 or query.shape[2] < 1:
+        raise ValueError(f"{OP}: query must be [batch, heads, head_dim], not {list(query.shape)}")
+    batch, heads, head_dim = query.shape
+    if head_dim > MOST_HEAD_DIM:
+        raise ValueError(f"{OP}: head_dim must be at most {MOST_HEAD_DIM}, not {head_dim}")
+    check(OP, "query", query, (batch, heads, head_dim), query, contiguous=False)
+    check_caches(OP, key_cache, value_cache, query, batch=batch, head_dim=head_dim)
+    kv_heads, capacity = key_cache.shape[1:3]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{OP}: {heads} query heads must be a multiple of {kv_heads} KV heads")
+    if capacity < 1:
+        raise ValueError(f"{OP}: key_cache has no columns; its shape is {list(key_cache.shape)}")
+    check(OP, "out", out, (batch, heads, head_dim), query)
+    check(OP, "length", length, (batch,), query, dtype=torch.int32)
+    if start is not None:
+        check(OP, "start", start, (batch,), query, dtype=torch.int32)
+    return dtype
