@@ -121,10 +121,9 @@ def fixed_plan(
     """The plan for tiers that the user chose; only the depth gives way. Raises BudgetError."""
     plan = _fit_depth(layers, tiers, budget, work)
     if plan is None:
-        raise BudgetError(
-            _too_small(_assemble(layers, tiers, budget, work, min(1, work.depth)), budget)
-        )
-    _check_cpu(plan, budget)
+        least = _assemble(layers, tiers, budget, work, min(1, work.depth))
+        raise BudgetError(_too_small([least], budget))
+    _check_cpu([plan], budget)
     return plan
 
 
@@ -136,23 +135,25 @@ def auto_plan(layers: Sequence[LayerSize], budget: Budget, work: Workload) -> Pl
         return plan
     streamed = [Tier.NVME] * len(layers)
     least = _fit_depth(layers, streamed, budget, work)
+    tried = [plan, _assemble(layers, streamed, budget, work, 1)]
     # A slot is as large as the largest layer that moves: one that stays may cost less than that.
     for index in sorted(range(len(layers)), key=lambda i: -layers[i].slot_bytes):
         if least is not None:
             break
         streamed[index] = Tier.DEVICE
         least = _fit_depth(layers, streamed, budget, work)
+        tried.append(_assemble(layers, streamed, budget, work, 1))
     if least is None:
-        every = [Tier.NVME] * len(layers)
-        raise BudgetError(_too_small(_assemble(layers, every, budget, work, 1), budget))
+        raise BudgetError(_too_small(tried, budget))
     tiers = _promote(layers, streamed, Tier.DEVICE, budget, work, least.depth)
     # With nothing left in files no memory is needed for disk reads: that is tried first.
     no_files = [Tier.CPU if tier is Tier.NVME else tier for tier in tiers]
     plan = _assemble(layers, no_files, budget, work, least.depth)
     if not _holds(plan, budget):
         tiers = _promote(layers, tiers, Tier.CPU, budget, work, least.depth)
+        tried = [plan]
         plan = _assemble(layers, tiers, budget, work, least.depth)
-    _check_cpu(plan, budget)
+        _check_cpu([plan, *tried], budget)
     return plan
 
 
@@ -262,30 +263,44 @@ def _holds(plan: Plan, budget: Budget) -> bool:
     return _device_holds(plan, budget) and _cpu_need(plan, budget) <= budget.cpu
 
 
-def _check_cpu(plan: Plan, budget: Budget) -> None:
-    if _cpu_need(plan, budget) > budget.cpu:
+def _check_cpu(plans: Sequence[Plan], budget: Budget) -> None:
+    """Raises BudgetError where CPU memory does not hold the first, with the least of all."""
+    if _cpu_need(plans[0], budget) > budget.cpu:
+        plan = min(plans, key=lambda plan: _cpu_need(plan, budget))
+        need = _cpu_need(plan, budget)
         raise BudgetError(
             f"CPU memory: the layers placed there take "
             f"{format_size(plan.cpu_bytes - plan.ring_bytes - plan.kv_cpu_bytes)}, disk reads "
             f"{format_size(plan.ring_bytes)} and keys and values {format_size(plan.kv_cpu_bytes)}, "
+            f"{need} bytes ({format_size(need)}) of it in all, "
             f"and the budget is {format_size(budget.cpu)}. Raise "
             "max_memory['cpu'], or place layers on 'nvme', or use device_map='auto'"
         )
 
 
-def _too_small(plan: Plan, budget: Budget) -> str:
-    need = _cpu_need(plan, budget) if budget.shared else _device_need(plan)
-    limit = min(budget.device, budget.cpu) if budget.shared else budget.device
-    where = "CPU memory" if budget.shared else "the compute device"
-    key = "'cpu'" if budget.shared else "0"
+def _too_small(plans: Sequence[Plan], budget: Budget) -> str:
+    """What the budget lacks for that of `plans` which takes least; it holds none of them."""
+
+    def total(plan: Plan) -> int:
+        return _cpu_need(plan, budget)
+
+    held = [plan for plan in plans if not budget.shared or total(plan) <= budget.cpu]
+    if held:  # what max_memory lets the compute device hold is what lacks, on a CPU too
+        where, key, limit, reads = "the compute device", "0", budget.device, False
+        plan = min(held, key=_device_need)
+        need = _device_need(plan)
+    else:
+        where, key, limit, reads = "CPU memory", "'cpu'", budget.cpu, True
+        plan = min(plans, key=total)
+        need = total(plan)
     return (
-        f"a budget of {format_size(limit)} on {where} cannot hold what a streamed run needs at "
-        f"least, {format_size(need)}: "
+        f"a budget of {format_size(limit)} on {where} cannot hold what a run needs at "
+        f"least, {need} bytes ({format_size(need)}): "
         f"{format_size(plan.outside_bytes)} outside the layers and resident layers "
         f"of {format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, "
         f"{plan.slots} slots of {format_size(plan.slot_bytes)}, "
-        f"{format_size(plan.ring_bytes if budget.shared else 0)} for disk reads, "
-        f"{format_size(plan.cpu_bytes - plan.ring_bytes if budget.shared else 0)} of layers at "
+        f"{format_size(plan.ring_bytes if reads else 0)} for disk reads, "
+        f"{format_size(plan.cpu_bytes - plan.ring_bytes if reads else 0)} of layers at "
         "rest there, "
         f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], "
         f"or lower batch_size or "

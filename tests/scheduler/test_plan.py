@@ -282,6 +282,37 @@ def test_layers_that_do_not_fit_the_cpu_are_an_error_with_the_numbers() -> None:
     assert re.search(r"take 100 MiB.*budget is 99 MiB.*'nvme'", str(caught.value))
 
 
+@settings(max_examples=400)
+@given(layers=model_layers, tiers=st.none() | tier_lists, budget=budgets, work=work_loads)
+def test_what_an_error_names_will_do_and_no_byte_less(
+    layers: list[LayerSize], tiers: list[Tier] | None, budget: Budget, work: Workload
+) -> None:
+    """Of one memory after the other, where both lack."""
+
+    def plan(budget: Budget) -> str | None:
+        try:
+            if tiers is None:
+                auto_plan(layers, budget, work)
+            else:
+                fixed_plan(layers, tiers[: len(layers)], budget, work)
+        except BudgetError as error:
+            return str(error)
+        return None
+
+    for _ in range(3):
+        text = plan(budget)
+        if text is None:
+            return
+        named = re.search(r"(\d+) bytes \(.*Raise max_memory\[(0|'cpu')\]", text)
+        assert named is not None, text
+        place = "device" if named[2] == "0" else "cpu"
+        assert int(named[1]) > getattr(budget, place)
+        budget = replace(budget, **{place: int(named[1])})
+        less = plan(replace(budget, **{place: int(named[1]) - 1}))
+        assert less is not None and f"Raise max_memory[{named[2]}]" in less
+    assert plan(budget) is None
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_nothing_to_place(shared: bool) -> None:
     nothing = Workload(outside_bytes=0, reserve_bytes=0, depth=1)
