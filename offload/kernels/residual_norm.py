@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,39 +49,9 @@ class ResidualNorm(Call):
     ) -> None:
         inputs = {"residual": residual, "branch": branch, "branch2": branch2}
         outputs = {"sum_out": sum_out, "out": out, "out2": out2}
-        like = next((x for x in inputs.values() if x is not None), None)
-        if like is None:
-            raise ValueError(f"{OP}: give at least one of residual, branch and branch2")
-        if not isinstance(like, torch.Tensor):
-            raise TypeError(f"{OP}: inputs must be tensors, not {type(like).__name__}")
-        dtype = dtype_code(OP, like)
-        if like.dim() < 1 or like.shape[-1] < 1:
-            raise ValueError(f"{OP}: inputs must be [..., width], not {list(like.shape)}")
+        norms: dict[str, Any] = {"branch_norm": branch_norm, "norm": norm, "norm2": norm2}
+        like = _check(inputs, outputs, {"bias": bias, "bias2": bias2}, norms)
         width = like.shape[-1]
-        for name, tensor in (inputs | outputs).items():
-            if tensor is not None:
-                check(OP, name, tensor, tuple(like.shape), like)
-        for name, tensor, needed, owner in (
-            ("bias", bias, branch, "branch"),
-            ("bias2", bias2, branch2, "branch2"),
-        ):
-            if tensor is not None:
-                if needed is None:
-                    raise ValueError(f"{OP}: {name} is given without {owner}")
-                check(OP, name, tensor, (width,), like)
-        if branch_norm is not None and branch is None:
-            raise ValueError(f"{OP}: branch_norm is given without branch")
-        for name, a_norm in (("branch_norm", branch_norm), ("norm", norm), ("norm2", norm2)):
-            if a_norm is not None:
-                a_norm.check(OP, name, width, like)
-        for one, other, has in (("out", "norm", norm), ("out2", "norm2", norm2)):
-            if (outputs[one] is None) != (has is None):
-                missing, given = (one, other) if outputs[one] is None else (other, one)
-                raise ValueError(f"{OP}: {given} is given without {missing}")
-        written = [(n, x) for n, x in outputs.items() if x is not None]
-        if not written:
-            raise ValueError(f"{OP}: give at least one of sum_out, out and out2")
-        _check_apart(written, inputs)
 
         self.arguments = structs.ResidualNormStruct(
             residual=pointer(residual),
@@ -94,7 +65,7 @@ class ResidualNorm(Call):
             norm2=norm_struct(norm2),
             rows=like.numel() // width,
             width=width,
-            dtype=dtype,
+            dtype=dtype_code(OP, like),
             launch_early=early,
         )
         self._inputs: dict[str, Any] = {
@@ -104,7 +75,7 @@ class ResidualNorm(Call):
             "branch2": branch2,
             "bias2": bias2,
         }
-        self._norms: dict[str, Any] = {"branch_norm": branch_norm, "norm": norm, "norm2": norm2}
+        self._norms = norms
         self._outputs = sum_out, out, out2
         self._ready(like.device)  # what was put away above keeps the tensors alive
 
@@ -115,8 +86,48 @@ class ResidualNorm(Call):
                 place.copy_(result)
 
 
+def _check(
+    inputs: Mapping[str, torch.Tensor | None],
+    outputs: Mapping[str, torch.Tensor | None],
+    biases: Mapping[str, torch.Tensor | None],
+    norms: Mapping[str, Norm | None],
+) -> torch.Tensor:
+    """Refuse arguments, by their names, that do not fit together; returns the first input."""
+    like = next((x for x in inputs.values() if x is not None), None)
+    if like is None:
+        raise ValueError(f"{OP}: give at least one of residual, branch and branch2")
+    if not isinstance(like, torch.Tensor):
+        raise TypeError(f"{OP}: inputs must be tensors, not {type(like).__name__}")
+    dtype_code(OP, like)
+    if like.dim() < 1 or like.shape[-1] < 1:
+        raise ValueError(f"{OP}: inputs must be [..., width], not {list(like.shape)}")
+    width = like.shape[-1]
+    for name, tensor in (*inputs.items(), *outputs.items()):
+        if tensor is not None:
+            check(OP, name, tensor, tuple(like.shape), like)
+    for name, owner in (("bias", "branch"), ("bias2", "branch2")):
+        if biases[name] is not None:
+            if inputs[owner] is None:
+                raise ValueError(f"{OP}: {name} is given without {owner}")
+            check(OP, name, biases[name], (width,), like)
+    if norms["branch_norm"] is not None and inputs["branch"] is None:
+        raise ValueError(f"{OP}: branch_norm is given without branch")
+    for name, norm in norms.items():
+        if norm is not None:
+            norm.check(OP, name, width, like)
+    for one, other in (("out", "norm"), ("out2", "norm2")):
+        if (outputs[one] is None) != (norms[other] is None):
+            missing, given = (one, other) if outputs[one] is None else (other, one)
+            raise ValueError(f"{OP}: {given} is given without {missing}")
+    written = [(name, x) for name, x in outputs.items() if x is not None]
+    if not written:
+        raise ValueError(f"{OP}: give at least one of sum_out, out and out2")
+    _check_apart(written, inputs)
+    return like
+
+
 def _check_apart(
-    outputs: list[tuple[str, torch.Tensor]], inputs: dict[str, torch.Tensor | None]
+    outputs: list[tuple[str, torch.Tensor]], inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
     """Refuse outputs that share memory, except an output that is an input itself."""
     ranges = [(name, x.data_ptr(), x.data_ptr() + x.nbytes) for name, x in outputs]
