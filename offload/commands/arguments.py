@@ -28,9 +28,9 @@ def count(text: str) -> int:
 
 
 def path(text: str) -> str:
-    """A file's name."""
+    """The name of a file or a folder."""
     if not text:
-        raise argparse.ArgumentTypeError("the name of a file is empty")
+        raise argparse.ArgumentTypeError("the name of a file or folder is empty")
     return text
 
 

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_device, add_json
+from offload.commands.arguments import add_device, add_json, path
 from offload.commands.console import say
 from offload.scheduler.hardware import Curve, Hardware
 
@@ -29,7 +29,9 @@ def add_parser(commands: Any) -> None:
         "not the rest.",
     )
     parser.set_defaults(execute=execute)
-    parser.add_argument("--offload-folder", metavar="FOLDER", help="(default: the user's cache)")
+    parser.add_argument(
+        "--offload-folder", type=path, metavar="FOLDER", help="(default: the user's cache)"
+    )
     parser.add_argument(
         "--measure",
         action="store_true",

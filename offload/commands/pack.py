@@ -7,7 +7,13 @@ import sys
 import time
 from typing import Any
 
-from offload.commands.arguments import add_device, add_remote_code, add_weights, quantization
+from offload.commands.arguments import (
+    add_device,
+    add_remote_code,
+    add_weights,
+    path,
+    quantization,
+)
 from offload.commands.console import quiet_transformers
 from offload.progress import Pace
 from offload.sizes import format_size
@@ -25,7 +31,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(execute=execute)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id")
-    parser.add_argument("out", metavar="OUT", help="a folder that is not there yet")
+    parser.add_argument("out", metavar="OUT", type=path, help="a folder that is not there yet")
     add_weights(parser, required=True)
     add_device(parser, "where numbers are worked out")
     parser.add_argument("--revision", metavar="REV", help="of a hub id")

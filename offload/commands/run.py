@@ -18,6 +18,7 @@ from offload.commands.arguments import (
     add_trace,
     add_weights,
     memory,
+    path,
     positive,
     quantization,
 )
@@ -42,7 +43,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="(default: read standard input)")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
+    prompt.add_argument(
+        "--prompt-file", type=path, metavar="FILE", help="a file that holds the prompt"
+    )
     text = parser.add_argument_group("text")
     text.add_argument(
         "--max-new-tokens",
@@ -96,7 +99,7 @@ def add_parser(commands: Any) -> None:
         help="sequences that it keeps it free for (default: 1)",
     )
     limits.add_argument(
-        "--offload-folder", metavar="FOLDER", help="for weights that must be rewritten"
+        "--offload-folder", type=path, metavar="FOLDER", help="for weights that must be rewritten"
     )
     loading = parser.add_argument_group("loading")
     loading.add_argument("--revision", metavar="REV", help="of a hub id")
@@ -241,6 +244,10 @@ def _prompt(args: argparse.Namespace) -> str:
         if sys.stdin is not None and sys.stdin.isatty():
             print("Prompt, then Ctrl-D:", file=sys.stderr)
         text = sys.stdin.read() if sys.stdin is not None else ""  # None: it was closed
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of another encoding, which Python keeps so
+        raise ValueError(f"the prompt ({source}) is not UTF-8 text: {error}") from error
     if not text.strip():
         raise ValueError(f"the prompt ({source}) is empty; see --prompt and --prompt-file")
     return text

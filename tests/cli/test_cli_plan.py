@@ -107,7 +107,7 @@ def test_a_budget_that_cannot_hold_it_says_the_least(program: Any, rates: Path) 
         (["tiny", "--prompt-len", "9" * 30], "plans are made for at most"),
         (["tiny", "--max-memory", f"cpu={10**30}GiB"], "is more than any machine has"),
         (["tiny", "--max-memory", "²=1GiB"], "is not PLACE=SIZE"),
-        (["tiny", "--hardware", ""], "the name of a file is empty"),
+        (["tiny", "--hardware", ""], "the name of a file or folder is empty"),
     ],
 )
 def test_bad_arguments_are_one_line(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.commands.arguments import add_device, add_json
+from offload.commands.arguments import add_device, add_json, path
 from offload.commands.console import say
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_parser(benchmarks: Any) -> None:
         action="store_true",
         help="instead: every variant of a small-batch product (op gemm, or quant_gemm)",
     )
-    parser.add_argument("--out", metavar="FILE", help="write all figures there, as JSON")
+    parser.add_argument("--out", type=path, metavar="FILE", help="write all figures there, as JSON")
     add_json(parser)
 
 

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_json, add_placement, add_weights, positive, quantization
+from offload.commands.arguments import (
+    add_json,
+    add_placement,
+    add_weights,
+    path,
+    positive,
+    quantization,
+)
 from offload.commands.console import quiet_transformers, show
 
 
@@ -20,10 +27,12 @@ def add_parser(benchmarks: Any) -> None:
     )
     parser.set_defaults(execute=execute)
     parser.add_argument("model", metavar="MODEL", help="a plain checkpoint folder, or a hub id")
-    parser.add_argument("--text", required=True, metavar="FILE", help="the text, in UTF-8")
+    parser.add_argument(
+        "--text", type=path, required=True, metavar="FILE", help="the text, in UTF-8"
+    )
     add_weights(parser)
     parser.add_argument(
-        "--against", metavar="FOLDER", help="a quantised folder, in place of --weights"
+        "--against", type=path, metavar="FOLDER", help="a quantised folder, in place of --weights"
     )
     parser.add_argument(
         "--window",
@@ -36,7 +45,9 @@ def add_parser(benchmarks: Any) -> None:
         "--tokens", type=positive, metavar="N", help="of the text (default: all of it)"
     )
     add_placement(parser)
-    parser.add_argument("--offload-folder", metavar="FOLDER", help="for the quantised weights")
+    parser.add_argument(
+        "--offload-folder", type=path, metavar="FOLDER", help="for the quantised weights"
+    )
     add_json(parser)
 
 
