@@ -51,32 +51,9 @@ class RotaryAppend(Call):
         k_norm: Norm | None = None,
         early: bool = False,
     ) -> None:
-        if not isinstance(qkv, torch.Tensor):
-            raise TypeError(f"{OP}: qkv must be a tensor, not {type(qkv).__name__}")
-        if not isinstance(layout, QkvLayout):
-            raise TypeError(f"{OP}: layout must be a QkvLayout, not {type(layout).__name__}")
-        dtype = dtype_code(OP, qkv)
-        if qkv.dim() != 3:
-            raise ValueError(f"{OP}: qkv must be [batch, tokens, width], not {list(qkv.shape)}")
+        dtype = _check_tensors(qkv, layout, query, key_cache, value_cache, column, bias)
         batch, tokens, _ = qkv.shape
         head_dim = layout.head_dim
-        check(OP, "qkv", qkv, (batch, tokens, layout.width), qkv, contiguous=False)
-        stride = row_stride(OP, "qkv", qkv)
-        query_shape = (batch, tokens, layout.heads, head_dim)
-        check(OP, "query", query, query_shape, qkv, contiguous=False)
-        _check_no_overlap("query", query)
-        check_caches(
-            OP, key_cache, value_cache, qkv,
-            batch=batch, head_dim=head_dim, kv_heads=layout.kv_heads,
-        )  # fmt: skip
-        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-            _check_no_overlap(name, cache)
-        if not isinstance(column, torch.Tensor) or tuple(column.shape) != (1,):
-            check(OP, "column", column, (batch,), qkv, dtype=torch.int32)
-        else:
-            check(OP, "column", column, (1,), qkv, dtype=torch.int32)
-        if bias is not None:
-            check(OP, "bias", bias, (layout.width,), qkv)
         if rotation is not None:
             rotation.check(OP, batch, tokens, head_dim, qkv)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -92,7 +69,7 @@ class RotaryAppend(Call):
             column=pointer(column),
             q_norm=norm_struct(q_norm),
             k_norm=norm_struct(k_norm),
-            row_stride=stride,
+            row_stride=row_stride(OP, "qkv", qkv),
             q_offset=layout.q_offset,
             k_offset=layout.k_offset,
             v_offset=layout.v_offset,
@@ -134,6 +111,41 @@ class RotaryAppend(Call):
 
     def _reference(self) -> None:
         self._query.copy_(reference.rotary_append(self._qkv, **self._options))
+
+
+def _check_tensors(
+    qkv: torch.Tensor,
+    layout: QkvLayout,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    column: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> int:
+    """Refuse what does not fit together; returns the code of the tensors' dtype."""
+    if not isinstance(qkv, torch.Tensor):
+        raise TypeError(f"{OP}: qkv must be a tensor, not {type(qkv).__name__}")
+    if not isinstance(layout, QkvLayout):
+        raise TypeError(f"{OP}: layout must be a QkvLayout, not {type(layout).__name__}")
+    dtype = dtype_code(OP, qkv)
+    if qkv.dim() != 3:
+        raise ValueError(f"{OP}: qkv must be [batch, tokens, width], not {list(qkv.shape)}")
+    batch, tokens, _ = qkv.shape
+    head_dim = layout.head_dim
+    check(OP, "qkv", qkv, (batch, tokens, layout.width), qkv, contiguous=False)
+    query_shape = (batch, tokens, layout.heads, head_dim)
+    check(OP, "query", query, query_shape, qkv, contiguous=False)
+    _check_no_overlap("query", query)
+    check_caches(
+        OP, key_cache, value_cache, qkv, batch=batch, head_dim=head_dim, kv_heads=layout.kv_heads
+    )
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        _check_no_overlap(name, cache)
+    one = isinstance(column, torch.Tensor) and tuple(column.shape) == (1,)
+    check(OP, "column", column, (1,) if one else (batch,), qkv, dtype=torch.int32)
+    if bias is not None:
+        check(OP, "bias", bias, (layout.width,), qkv)
+    return dtype
 
 
 def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
