@@ -49,10 +49,11 @@ def run(
 ) -> PreTrainedModel:
     """A transformers model that runs although it does not fit: its layers are streamed.
 
-    What comes back is the model class itself, in eval mode. On the transformers engine its logits
-    are bit-equal to the plain model's on the same device, on the fused engine equal to rounding.
-    `generate`, `pipeline`, streamers and the rest of transformers work on it. `model.offload` holds
-    the plan, `report()` and `close()`; the model is a context manager that closes itself.
+    The result is an instance of the model's own class, in eval mode. On the transformers engine its
+    logits are bit-equal to the plain model's on the same device; on the fused engine they differ by
+    rounding. `generate`, `pipeline`, streamers and the rest of transformers work on it.
+    `model.offload` holds the plan, `report()` and `close()`; the model is a context manager that
+    closes itself.
 
     Args:
         model: a checkpoint folder (safetensors or .bin, single or sharded), a hub id (taken from
@@ -84,27 +85,27 @@ def run(
             lowers n (the report says so).
         batch_size, max_length: what "auto" keeps memory free for on a GPU: KV cache and
             activations of that many sequences (1 unless given) of that many tokens.
-        goal: plans instead of filling by size: with device_map "auto", what gives most tokens a
-            second ("throughput"), the shortest time ("latency") or takes least GPU memory
-            ("fits") for sequences of `prompt_len` + `gen_len` tokens, by this machine's measured
-            rates. For throughput the plan also says how many sequences run at once, unless
-            batch_size does: `model.offload.planned.choice.setting.batch`. The rates are those that
+        goal: plan instead of filling by size, with device_map "auto": for most tokens a second
+            ("throughput"), the shortest time ("latency") or the least GPU memory ("fits"), for
+            sequences of `prompt_len` + `gen_len` tokens, by this machine's measured rates. For
+            throughput the plan also chooses how many sequences run at once, unless batch_size
+            does: `model.offload.planned.choice.setting.batch`. The rates are those that
             `offload info --measure` keeps; without them they are measured in a few seconds, less
-            well, and the report says so.
-        kv_on_cpu: of batch_size sequences, so many keep keys and values in CPU memory, and CPU
-            cores attend to them (see kv_attention) while weights are streamed: more sequences a
-            pass over the weights.
-            A batch's first batch_size - kv_on_cpu ones keep theirs on the compute device. Takes the
-            fused engine (UnsupportedError where that is not to be had).
+            precisely, and the report says so.
+        kv_on_cpu: how many of batch_size sequences, the last ones of a batch, keep their keys and
+            values in CPU memory, where CPU cores attend to them while weights are streamed (see
+            kv_attention). More sequences then share each pass over the weights. Requires the fused
+            engine (else UnsupportedError).
         kv_dtype: "int8" keeps the keys and values that are in CPU memory as int8, with a float32
             scale a token and head: half the memory, and half the bytes that attention reads and the
-            link carries down. Each number is off by half a scale at most, 1/254 of the largest
-            beside it. With a goal, plans count on it. Default ("auto"): the model's dtype, exact.
-        kv_attention: who attends to the keys and values that are in CPU memory: "cpu", its cores,
-            beside the stream ("auto" without a goal), or "gpu", the compute device: those of each
-            layer come up the link in every step, ahead of their use. That is quicker where the link
-            has time to spare (quantised or resident weights, few sequences of long contexts) or
-            cores are few. Takes 128 MiB of the compute device, not what the sequences take. With a
+            link carries down. Each number is off by half a scale at most, 1/254 of the largest of
+            its token and head. With a goal, plans count on it. Default ("auto"): the model's
+            dtype, exact.
+        kv_attention: what attends to the keys and values in CPU memory: "cpu", its cores, beside
+            the stream ("auto" without a goal), or "gpu", the compute device: in every step, those
+            of each layer come up the link ahead of their use. That is quicker where the link has
+            time to spare (quantised or resident weights, few sequences of long contexts) or cores
+            are few. It takes 128 MiB of the compute device, however long the sequences are. With a
             goal the plan decides.
         model_class: a class (or Auto class, or its name) other than the one config.json names.
         revision, trust_remote_code, attn_implementation: as in from_pretrained.
