@@ -110,7 +110,7 @@ class QuantLinear(CompositeCall):
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a QuantLinear was asked for; `after`: bias, residual, activation, gated; `shape`: of the
+    """The arguments of a QuantLinear. `after`: bias, residual, activation, gated; `shape`: of the
     weight made whole.
     """
 
@@ -173,7 +173,7 @@ def _choose(asked: _Asked) -> Choice:
 
 
 def _copies(asked: _Asked, rows: int, count: int) -> list[_Asked]:
-    """The same product of other tensors, of which weights alone are each copy's own."""
+    """The same product on other tensors; each copy has weights of its own, and shares the rest."""
     like: dict[str, Any] = {"dtype": asked.input.dtype, "device": asked.input.device}
     input = torch.randn(rows, asked.input.shape[-1], **like)
     out = torch.zeros(rows, asked.out.shape[-1], **like)
@@ -185,7 +185,7 @@ def _copies(asked: _Asked, rows: int, count: int) -> list[_Asked]:
 
 
 def _weight(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Other tensors of the same shapes: what lies in the given ones may not be there yet."""
+    """Other tensors of the same shapes, as the given ones may not be filled yet."""
     made = {}
     for name, tensor in stored.items():
         if tensor.dtype.is_floating_point:

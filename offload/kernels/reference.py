@@ -109,11 +109,11 @@ def residual_norm(
 
 
 def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 of x [..., width] (float32 or float64), and a scale a row, of x's dtype [...]:
+    """int8 codes of x [..., width] (float32 or float64), and a scale a row, of x's dtype [...]:
     code * scale is x, to half a scale.
 
-    A row of less than 1e-30 has that one's scale; one with an infinity or NaN has NaN, and any
-    codes.
+    A row whose largest magnitude is below 1e-30 has the scale of one with 1e-30; a row with an
+    infinity or NaN has the scale NaN, and any codes.
     """
     most = x.abs().amax(-1).clamp(min=1e-30)
     finite = torch.isfinite(most)
@@ -152,7 +152,7 @@ def scale_sums(
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Heads x [batch, tokens, heads, head_dim], of which the first elements are rotated."""
+    """Heads x [batch, tokens, heads, head_dim], with their first elements rotated."""
     c, s = (table.to(x.dtype).unsqueeze(2) for table in (rotation.cos, rotation.sin))
     turned, rest = x[..., : rotation.dim], x[..., rotation.dim :]
     if rotation.interleaved:

@@ -1,4 +1,4 @@
-"""What int32 sums of int8 products stand for, with what follows a product, in one pass."""
+"""int32 sums of int8 products scaled to numbers, with what follows a product, in one pass."""
 
 from __future__ import annotations
 

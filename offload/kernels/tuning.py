@@ -27,25 +27,25 @@ log = logging.getLogger("offload")
 
 
 def rotation(nbytes: int, device: torch.device) -> int:
-    """How many weights of `nbytes` it takes to measure one that is not in L2."""
+    """How many copies of a weight of `nbytes` take turns in a measurement, so that none is in L2."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(64, max(2, -(-ROTATION_OF_L2 * l2 // max(1, nbytes))))
 
 
-_measuring = threading.Lock()  # what another thread issued meanwhile would be captured, too
+_measuring = threading.Lock()  # else what another thread issues would be captured, too
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all measurements: for every stream that cuBLAS was used on, torch keeps a workspace
-    (32 MiB on Hopper) until the process ends.
+    """One stream for all measurements: for every stream that cuBLAS was used on, torch keeps a
+    workspace (32 MiB on Hopper) until the process ends.
     """
     return torch.cuda.Stream(device)
 
 
 def time_products(products: Sequence[Sequence[Launch]], device: torch.device) -> float:
-    """Median microseconds of one of `products`, each some launches, which run one after another in
-    a CUDA graph.
+    """Median microseconds of one of `products`, each a sequence of launches; they run one after
+    another in a CUDA graph.
     """
 
     def issue(launches: Sequence[Launch]) -> None:
@@ -78,8 +78,8 @@ def time_turns(
 ) -> list[float]:
     """Median microseconds of each of `calls` on the current stream, for calls of milliseconds.
 
-    They take turns, so that clocks which fall meanwhile fall for all. Only as many of them are
-    tried as `seconds` allow for, should each take as long as the first, but that one always is.
+    The calls take turns, so that a falling clock affects all alike. Only as many are tried as fit
+    into `seconds` if each takes as long as the first; the first is always tried.
     """
     stream = torch.cuda.current_stream(device)
 
@@ -184,10 +184,12 @@ def choose(
     launches: Callable[[T, Choice, Workspace], Sequence[Launch]],
     refine: Callable[[Choice], tuple[Choice, ...]] = lambda choice: (),
 ) -> Choice:
-    """As `pick`, timing the `launches` of `copies`, so many of a product with `weight_bytes` of
-    weights that none finds its own in L2 when its turn comes; `candidates` are seen from one.
+    """As `pick`: times the `launches` of `copies`, which makes so many copies of a product with
+    `weight_bytes` of weights that none finds its own in L2 when its turn comes. `candidates` are
+    the ways for one of the copies.
 
-    Where nothing is kept and nothing can be measured now, the own kernel, by the library's guess.
+    Where nothing is kept and nothing can be measured now, the choice is the own kernel, in the way
+    that the library picks.
     """
     made: list[T] = []
 
