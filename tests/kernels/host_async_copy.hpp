@@ -115,7 +115,8 @@ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     b.expected = bytes;
 }
 
-inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
+inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                      uint64_t = 0) {
     HostBarrier& b = host_barriers[barrier];
     const HostCopy copy = host_copy(to, from, bytes);
     host_cuda::require(bytes > 0, "an empty copy");
@@ -127,6 +128,9 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
         copy.run();
     if (b.arrived == b.expected) b.phase += 1;
 }
+
+// Not the first one, which no kernel may rely on.
+inline bool elect_one() { return threadIdx.x % 32 == 5; }
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     HostBarrier& b = host_barriers[barrier];

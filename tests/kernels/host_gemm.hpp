@@ -105,10 +105,11 @@ inline void store_to_block(float* mine, int rank, float x) {
     memcpy(host_cuda::cluster_memory + rank * host_cuda::kSharedOfBlock + at, &x, sizeof x);
 }
 
-inline float4 load_from_block(const float4* mine, int rank) {
+template <typename T>
+T load_from_block(const T* mine, int rank) {
     const auto at = reinterpret_cast<const unsigned char*>(mine) - host_cuda::shared_memory;
-    host_cuda::require(at >= 0 && at + 16 <= host_cuda::shared_bytes, "a load out of place");
-    float4 x;
+    host_cuda::require(at >= 0 && at + sizeof(T) <= host_cuda::shared_bytes, "a load out of place");
+    T x;
     memcpy(&x, host_cuda::cluster_memory + rank * host_cuda::kSharedOfBlock + at, sizeof x);
     return x;
 }

@@ -120,6 +120,30 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
         "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+
+// Of what other blocks read too, and L2 should keep.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes,
+                                          uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// True in one lane of a whole warp. The compiler knows that it is one: behind a comparison of
+// lanes it puts a loop around each bulk copy, whose operands are of the warp.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t one = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "@p mov.u32 %0, 1;\n"
+        "}"
+        : "+r"(one));
+    return one != 0;
+}
 #endif
 
 }  // namespace offload

@@ -38,6 +38,16 @@ __device__ __forceinline__ float4 load_from_block(const float4* mine, int rank) 
                  : "memory");
     return x;
 }
+
+// The same of one float.
+__device__ __forceinline__ float load_from_block(const float* mine, int rank) {
+    const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+    uint32_t there;
+    float x;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
+    return x;
+}
 #endif
 
 }  // namespace offload

@@ -33,14 +33,6 @@ __device__ __forceinline__ float scale_in(uint32_t word, bool high, __half) {
     return __half2float(x);
 }
 
-template <typename T>
-__device__ __forceinline__ float sum_of(const uint4& eight) {
-    T x[8];
-    memcpy(x, &eight, sizeof x);
-    return ((to_float(x[0]) + to_float(x[1])) + (to_float(x[2]) + to_float(x[3]))) +
-           ((to_float(x[4]) + to_float(x[5])) + (to_float(x[6]) + to_float(x[7])));
-}
-
 template <typename T, int kBits>
 struct Codes {
     static constexpr bool kEnlarged = std::is_same_v<T, __nv_bfloat16>;
@@ -48,6 +40,10 @@ struct Codes {
     // What sums are multiplied by in the end, of a lane's first row and of its second, 8 below.
     static constexpr float kFirst = kEnlarged ? 0x1p69f : 0x1p24f;
     static constexpr float kSecond = kBits == 4 ? kFirst / 16 : kFirst;
+
+    // -kMiddle as a code in a lane's first row and in its second, twice.
+    static constexpr uint32_t kMinusFirst = kBits == 4 ? 0x80088008u : 0x80808080u;
+    static constexpr uint32_t kMinusSecond = 0x80808080u;
 
     // Operand j of a lane's 16 bytes.
     __device__ __forceinline__ static void operand(const uint4& words, int j, uint32_t (&w)[4]) {

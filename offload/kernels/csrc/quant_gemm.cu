@@ -20,8 +20,8 @@ using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
 struct QuantForm {
     QuantKernel kernel;
     int tiles, warps, chunk_depth;
-    int chunk_starts;  // bytes that a chunk's sums of activations take
-    int rings, part;  // bytes: of all warps' rings with their barriers; of a warp and bundle's sums
+    int rings;         // bytes of all warps' rings with their barriers
+    int (*sums)(int);  // bytes of a warp and bundle's sums of so many rows
 };
 
 template <typename T, int kBits, typename Shape>
@@ -30,16 +30,15 @@ QuantForm form_of() {
             Shape::kTiles,
             Shape::kWarps,
             Shape::kChunkDepth,
-            Shape::kHalves * Shape::kStartBytes,
             Shape::kWarps * (Shape::kRingBytes + Shape::kStages * 8),
-            Shape::kPartFloats * 4};
+            QuantSums<Shape>::bytes};
 }
 
 // The quickest that were measured on an H200.
 template <typename T, int kBits, int kHalves>
 QuantForm form_of(int rows) {
-    return rows <= 8 ? form_of<T, kBits, QuantShape<kBits, kHalves, 1, 2, 16, 2, 2, 1>>()
-                     : form_of<T, kBits, QuantShape<kBits, kHalves, 2, 2, 16, 2, 2, 1>>();
+    return rows <= 8 ? form_of<T, kBits, QuantShape<kBits, kHalves, 1, 2, 16, 2, 2>>()
+                     : form_of<T, kBits, QuantShape<kBits, kHalves, 2, 2, 16, 2, 2>>();
 }
 
 template <typename T>
@@ -168,16 +167,18 @@ bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int c
     const int64_t row_bytes = most_chunks * form.chunk_depth * 2;
     const auto aligned = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
     const int64_t pitch = aligned(row_bytes) + 64;  // two rows' pieces meet no bank twice
-    const int64_t starts_at = aligned(pitch * a.rows);
-    const int64_t rings_at = aligned(starts_at + most_chunks * form.chunk_starts);
-    const int64_t parts_at = aligned(rings_at + form.rings);
     const int64_t most_bundles = p.bundles + (p.longer_clusters > 0);
-    const int64_t shared = parts_at + (form.warps + most_bundles - 1) * form.part;
+    const int64_t barrier_at = pitch * a.rows;
+    const int64_t warps_at = barrier_at + 8;
+    const int64_t rings_at = aligned(warps_at + most_bundles * 4);
+    const int64_t sums_at = aligned(rings_at + form.rings);
+    const int64_t shared = sums_at + (form.warps + most_bundles - 1) * form.sums(a.rows);
     if (shared > device.shared_per_block) return false;
     p.input_pitch = static_cast<int>(pitch);
-    p.starts_at = static_cast<int>(starts_at);
+    p.barrier_at = static_cast<int>(barrier_at);
+    p.warps_at = static_cast<int>(warps_at);
     p.rings_at = static_cast<int>(rings_at);
-    p.parts_at = static_cast<int>(parts_at);
+    p.sums_at = static_cast<int>(sums_at);
     call.shared = static_cast<int>(shared);
     return true;
 }
