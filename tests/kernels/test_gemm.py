@@ -100,12 +100,13 @@ def grid(machine: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("norm", [None, "rms"])
 @pytest.mark.parametrize("machine", MACHINES[1:])
-def test_every_variant_and_split(machine: str) -> None:
+def test_every_variant_and_split(machine: str, norm: str | None) -> None:
     splits = (0, 1, 2, 3, 7, 64) if machine == "cuda" else (1, 2)
     failures = []
     for size in grid(machine):
-        a = make(machine, bias=True, residual="apart", norm="rms", activation="silu", **size)
+        a = make(machine, bias=True, residual="apart", norm=norm, activation="silu", **size)
         call = SkinnyGemm(**a)
         count = gemm_machine.host_variants(call) if machine == "host" else call.variants
         assert count > 1

@@ -80,7 +80,7 @@ int launch_staged(const OffloadSkinnyGemm& a, const GemmCall& call, const Device
                   void* stream) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(call.plan.blocks);
-    config.blockDim = dim3(kStagedThreads);
+    config.blockDim = dim3(call.choice.threads);
     config.dynamicSmemBytes = call.shared;
     config.stream = static_cast<cudaStream_t>(stream);
     // Older devices refuse both.

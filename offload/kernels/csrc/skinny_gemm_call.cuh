@@ -46,10 +46,12 @@ inline void plan_staged(const OffloadSkinnyGemm& a, const Device& device, GemmCa
     GemmPlan& p = call.plan;
     p.late_norm = takes_norm(a);
     if (p.late_norm) call.norm_apart = false;
-    p.turned = v.turned;
     p.splits = cluster_size(a, device, p);
     const int teams = device.multiprocessors / static_cast<int>(p.splits);
     p.blocks = static_cast<uint32_t>(teams) * p.splits;
+    p.turn = v.turned ? 1.f / static_cast<float>(teams) : 0.f;
+    p.outputs = a.outputs / teams;
+    p.more_outputs = a.outputs % teams;
 
     const int norm_rows = !p.late_norm ? 0 : a.norm.kind == OFFLOAD_NORM_LAYER ? 2 : 1;
     const int most = v.tile / (a.gated ? 2 : 1), group = a.gated ? 8 : 16;
@@ -57,6 +59,7 @@ inline void plan_staged(const OffloadSkinnyGemm& a, const Device& device, GemmCa
     // Fewer rows a tile, if three stages would not fit.
     for (int tiles = (outputs - 1) / most + 1;; ++tiles) {
         p.tile_outputs = (outputs - 1) / tiles + 1;
+        p.tiles = static_cast<uint32_t>((outputs - 1) / p.tile_outputs + 1);
         const int rows = ((p.tile_outputs - 1) / group + 1) * 16;
         p.inputs_at = rows * v.chunk_bytes;
         p.norm_at = p.inputs_at + a.rows * v.chunk_bytes;

@@ -19,15 +19,16 @@
 
 namespace offload {
 
-constexpr int kStagedThreads = 512;  // many warps, since each has few instructions to overlap
-constexpr int kMostStages = 9;       // wait_for_copies
+constexpr int kMostStages = 9;  // wait_for_copies
 // At the front of shared memory: RowScale of each row.
 constexpr int kStagedHead = kMostRows * static_cast<int>(sizeof(RowScale));
 
 // How a staged block shares out its work, for the kernel and for the launcher.
-template <int kColumns, int kTile, int kChunkBytes>
+template <int kColumns, int kTile, int kChunkBytes, bool kNormed>
 struct StagedShape {
-    static constexpr int kWarps = kStagedThreads / 32;
+    // Few warps have few others to wait for. A norm gives each more to do.
+    static constexpr int kThreads = kNormed ? 512 : 256;
+    static constexpr int kWarps = kThreads / 32;
     // Activations in registers serve two groups of weight rows where there are many of them.
     static constexpr int kOwnGroups = kColumns;
     static constexpr int kTeams = kTile / 16 / kOwnGroups;
@@ -36,11 +37,12 @@ struct StagedShape {
     static constexpr int kOwnSteps = kSteps / kParts;
     static constexpr int kPieces = kChunkBytes / 16;  // of a row
     static constexpr int kWarpsOfRow = kPieces / 32;  // that copy it
-    static constexpr int kRowsAtOnce = kStagedThreads / kPieces;
+    static constexpr int kRowsAtOnce = kThreads / kPieces;
     static constexpr int kCopies = kTile / kRowsAtOnce;  // of weights, a thread and stage
     static constexpr int kInputCopies = (kColumns * 8 - 1) / kRowsAtOnce + 1;
-    static constexpr int kItems = (kTile * kColumns * 8 - 1) / kStagedThreads + 1;  // a thread
-    static_assert(kRowsAtOnce % 2 == 0 && kCopies * kRowsAtOnce == kTile, "whole copies");
+    static constexpr int kItems = (kTile * kColumns * 8 - 1) / kThreads + 1;  // a thread
+    static_assert(kCopies * kRowsAtOnce == kTile, "whole copies");
+    static_assert(kRowsAtOnce == 4 || kRowsAtOnce == 8 || kRowsAtOnce == 16, "half a group");
     static_assert(kTeams >= 1 && kParts * kTeams == kWarps, "whole groups");
     static_assert(kOwnSteps >= 1 && kOwnSteps * kParts == kSteps, "whole steps");
     static_assert(kWarpsOfRow * 32 == kPieces && kWarpsOfRow <= kParts, "whole warps");
@@ -54,9 +56,12 @@ struct StagedWalk {
     int output, outputs;  // the tile's first, and how many
     int done, at;         // chunks of this tile; the one that comes
 
-    __device__ __forceinline__ StagedWalk(int first_output, int count, int most, int turn) {
-        left = (count + most - 1) / most;
-        shorter = left ? count / left : 0;
+    // `tiles`: of a block with the most outputs. Divisions are what blocks would begin with: a
+    // hundred cycles each before the first copies.
+    __device__ __forceinline__ StagedWalk(int first_output, int count, int most, int tiles,
+                                          int turn) {
+        left = tiles - (count <= (tiles - 1) * most);
+        shorter = left > 1 ? count / left : count;
         longer = count - shorter * left;
         output = first_output;
         done = 0;
@@ -86,33 +91,35 @@ struct StagedWalk {
 };
 
 template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
-__global__ void __launch_bounds__(kStagedThreads, 1)
+__global__ void __launch_bounds__(StagedShape<kColumns, kTile, kChunkBytes, kNormed>::kThreads, 1)
     staged_gemm_kernel(const __grid_constant__ OffloadSkinnyGemm a,
                        const __grid_constant__ GemmPlan p, float*) {
-    using Shape = StagedShape<kColumns, kTile, kChunkBytes>;
+    using Shape = StagedShape<kColumns, kTile, kChunkBytes, kNormed>;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     let_next_kernel_begin();
 
 #ifdef OFFLOAD_HAS_CLUSTERS
     const int splits = static_cast<int>(p.splits);
-    const int rank = splits == 1 ? 0 : blockIdx.x % splits;
+    const int rank = blockIdx.x & (splits - 1);
     if (splits > 1) cluster_arrive();  // both have begun
 #else
     // Code for older GPUs on a newer one: the first block of a cluster does all of the depth.
     constexpr int splits = 1, rank = 0;
     if (blockIdx.x % p.splits) return;
 #endif
-    const int team = blockIdx.x / p.splits, teams = p.blocks / p.splits;
-    const int first = static_cast<int>(static_cast<int64_t>(a.outputs) * team / teams);
-    const int count =
-        static_cast<int>(static_cast<int64_t>(a.outputs) * (team + 1) / teams) - first;
-    const int first_chunk = static_cast<int>(p.chunks) * rank / splits;
-    const int chunks = static_cast<int>(p.chunks) * (rank + 1) / splits - first_chunk;
-    const int turn = p.turned ? static_cast<int>(static_cast<int64_t>(chunks) * team / teams) : 0;
+    const int team = blockIdx.x >> (p.splits - 1);  // of one or two blocks
+    const int first = team * p.outputs + min(team, p.more_outputs);
+    const int count = p.outputs + (team < p.more_outputs);
+    const int half = static_cast<int>(p.chunks) / 2, first_chunk = rank * half;
+    const int chunks = splits == 1 ? static_cast<int>(p.chunks)
+                       : rank == 0 ? half
+                                   : static_cast<int>(p.chunks) - half;
+    const int turn =
+        static_cast<int>(static_cast<float>(chunks) * (static_cast<float>(team) * p.turn));
     const int depth_bytes = a.depth * static_cast<int>(sizeof(T));
     const uint64_t policy = evict_first_policy();
-    StagedWalk ahead(first, count, p.tile_outputs, turn), at(first, count, p.tile_outputs, turn);
+    StagedWalk ahead(first, count, p.tile_outputs, static_cast<int>(p.tiles), turn), at = ahead;
 
     // A thread copies the same 16 bytes of a chunk in every kRowsAtOnce-th row. There are few warps
     // and much to copy, so addresses are worked out once a tile. Odd rows have their 64 bytes
@@ -120,15 +127,20 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
     const int copy_row = threadIdx.x / Shape::kPieces, copy_piece = threadIdx.x % Shape::kPieces;
     const uint32_t copy_to = shared_address(shared) + p.ring_at + copy_row * kChunkBytes +
                              (copy_piece ^ (copy_row & 1) << 2) * 16;
-    // Copy n begins n % 2 short steps and n / 2 long ones behind the first. With a gate, a group's
-    // first 8 rows are gate rows and the others their up rows.
+    // How far copy n is behind the first: so many steps of kRowsAtOnce rows, short ones and long
+    // ones. With a gate, a group's first 8 rows are gate rows and the others their up rows.
     const int64_t weight_row_bytes = a.weight_stride * static_cast<int64_t>(sizeof(T));
-    constexpr bool kUpIsNext = Shape::kRowsAtOnce < 16;
-    const int64_t short_step = weight_row_bytes * (!a.gated    ? Shape::kRowsAtOnce
-                                                   : kUpIsNext ? a.outputs
-                                                               : Shape::kRowsAtOnce / 2);
-    const int64_t long_step =
-        weight_row_bytes * (a.gated ? Shape::kRowsAtOnce : 2 * Shape::kRowsAtOnce);
+    constexpr int kSpan = Shape::kRowsAtOnce < 8 ? 8 : Shape::kRowsAtOnce;
+    constexpr int kCopiesOfSpan = kSpan / Shape::kRowsAtOnce;
+    const int64_t step = weight_row_bytes * Shape::kRowsAtOnce;
+    const int64_t short_step = weight_row_bytes * (!a.gated     ? kSpan
+                                                   : kSpan < 16 ? a.outputs
+                                                                : kSpan / 2);
+    const int64_t long_step = weight_row_bytes * (a.gated ? kSpan : 2 * kSpan);
+    const auto behind_first = [&](int n) {
+        return n % kCopiesOfSpan * step + n / kCopiesOfSpan % 2 * short_step +
+               n / kCopiesOfSpan / 2 * long_step;
+    };
     const unsigned char* weight_from;
     uint32_t wanted = 0;  // a bit a copy: rows without an output are left as they are
     auto begin_tile = [&] {
@@ -158,16 +170,14 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 #pragma unroll
             for (int n = 0; n < Shape::kCopies; ++n)
                 copy_async16_if(wanted >> n & 1, to + n * Shape::kRowsAtOnce * kChunkBytes,
-                                from + n % 2 * short_step + n / 2 * long_step, policy);
+                                from + behind_first(n), policy);
         } else {
             const bool there = skip + copy_piece * 16 < depth_bytes;
 #pragma unroll
             for (int n = 0; n < Shape::kCopies; ++n)
                 if (wanted >> n & 1)
-                    copy_async16_or_zero(
-                        to + n * Shape::kRowsAtOnce * kChunkBytes,
-                        there ? from + n % 2 * short_step + n / 2 * long_step : a.weight, there,
-                        policy);
+                    copy_async16_or_zero(to + n * Shape::kRowsAtOnce * kChunkBytes,
+                                         there ? from + behind_first(n) : a.weight, there, policy);
         }
         if (norm_from) {
             const bool there = skip + copy_piece * 16 < depth_bytes;
@@ -319,7 +329,7 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 
     // What a thread finishes: output `n` of the tile, of every kRowsAtOnce-th row.
     const int width = a.gated ? kTile / 2 : kTile;
-    const int n = threadIdx.x % width, rows_at_once = kStagedThreads / width;
+    const int n = threadIdx.x % width, rows_at_once = Shape::kThreads / width;
     const int first_row = threadIdx.x / width;
     T bias = {}, up_bias = {}, residual[Shape::kItems] = {};
 
@@ -404,7 +414,7 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             (&sums[0][0][0][0])[i] = 0.f;
         __syncthreads();
         float* const others = reinterpret_cast<float*>(shared + p.sums_at) + tile % 2 * values;
-        for (int i = threadIdx.x; i < values; i += kStagedThreads) {
+        for (int i = threadIdx.x; i < values; i += Shape::kThreads) {
             float x = left[i];
             if (i < row_sums_at) {
 #pragma unroll
@@ -421,7 +431,7 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
             // A place is written again two tiles later, when the barrier between has been passed.
             if (tile == 0) cluster_wait();
             if (rank > 0)
-                for (int i = threadIdx.x; i < values; i += kStagedThreads)
+                for (int i = threadIdx.x; i < values; i += Shape::kThreads)
                     store_to_block(others + i, 0, left[i]);
             cluster_arrive();
             cluster_wait();

@@ -12,7 +12,7 @@ enum class GemmWay { kFma, kStaged };  // each warp alone, or all of a block tog
 struct GemmVariant {
     GemmWay way;
     int tile;         // weight rows of a warp; of a block at most, if staged
-    int warps;        // of a block
+    int warps;        // of a block; staged: at least
     int chunk_bytes;  // of a row in a stage: a power of two
     int stages;       // at most, if staged
     bool bulk;
@@ -20,11 +20,12 @@ struct GemmVariant {
 };
 
 constexpr GemmVariant kVariants[] = {
-    {GemmWay::kStaged, 64, 16, 512, 6, false, false},
-    {GemmWay::kStaged, 128, 16, 512, 6, false, false},
-    {GemmWay::kStaged, 32, 16, 1024, 6, false, false},
-    {GemmWay::kStaged, 128, 16, 512, 6, false, true},
-    {GemmWay::kFma, 16, 4, 512, 3, true, false},  // 101 KB, as the next two
+    {GemmWay::kStaged, 64, 8, 512, 6, false, false},
+    {GemmWay::kStaged, 128, 8, 512, 6, false, false},
+    {GemmWay::kStaged, 32, 8, 1024, 6, false, false},
+    {GemmWay::kStaged, 128, 8, 512, 6, false, true},
+    {GemmWay::kStaged, 64, 8, 1024, 6, false, true},  // without a norm
+    {GemmWay::kFma, 16, 4, 512, 3, true, false},      // 101 KB, as the next two
     {GemmWay::kFma, 8, 4, 1024, 3, true, false},
     {GemmWay::kFma, 4, 4, 512, 12, true, false},
     {GemmWay::kFma, 16, 4, 512, 3, false, false},  // by cp.async, as those below
@@ -48,18 +49,22 @@ GemmChoice choice(int index) {
 
 template <typename T, int kColumns, int kTile, int kChunkBytes, bool kNormed>
 GemmChoice staged(int index) {
-    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kNormed>, index, kStagedThreads,
-            kChunkBytes / static_cast<int>(sizeof(T)),
-            StagedShape<kColumns, kTile, kChunkBytes>::kParts};
+    using Shape = StagedShape<kColumns, kTile, kChunkBytes, kNormed>;
+    return {staged_gemm_kernel<T, kColumns, kTile, kChunkBytes, kNormed>, index, Shape::kThreads,
+            kChunkBytes / static_cast<int>(sizeof(T)), Shape::kParts};
 }
 
-constexpr int kKernelCount = 32;
+constexpr int kKernelCount = 40;
 
 template <typename T, int kColumns, bool kNormed>
 GemmChoice staged_kernel(const GemmVariant& v, int base) {
     if (v.tile == 32) return staged<T, kColumns, 32, 1024, kNormed>(base);
-    if (v.tile == 64) return staged<T, kColumns, 64, 512, kNormed>(base + 1);
-    return staged<T, kColumns, 128, 512, kNormed>(base + 2);
+    if (v.tile == 128) return staged<T, kColumns, 128, 512, kNormed>(base + 1);
+    if (v.chunk_bytes == 512) return staged<T, kColumns, 64, 512, kNormed>(base + 2);
+    if constexpr (kNormed)
+        return {};
+    else
+        return staged<T, kColumns, 64, 1024, false>(base + 3);
 }
 
 // The kernel for a variant on `columns` rows and what of a norm lies beside them, or none.
@@ -68,9 +73,9 @@ GemmChoice half_kernel(const GemmVariant& v, int columns, bool normed, int base)
     if (v.way != GemmWay::kStaged) return {};
     if (columns <= 8)
         return normed ? staged_kernel<T, 1, true>(v, base)
-                      : staged_kernel<T, 1, false>(v, base + 3);
-    return normed ? staged_kernel<T, 2, true>(v, base + 6)
-                  : staged_kernel<T, 2, false>(v, base + 9);
+                      : staged_kernel<T, 1, false>(v, base + 4);
+    return normed ? staged_kernel<T, 2, true>(v, base + 8)
+                  : staged_kernel<T, 2, false>(v, base + 12);
 }
 
 inline GemmChoice float_kernel(const GemmVariant& v, int rows) {
@@ -122,7 +127,7 @@ inline GemmChoice kernel_of(const GemmVariant& v, const OffloadSkinnyGemm& a,
     if (a.dtype == OFFLOAD_F32) found = float_kernel(v, a.rows);
     if (a.dtype == OFFLOAD_F16) found = half_kernel<__half>(v, columns_of(a), takes_norm(a), 8);
     if (a.dtype == OFFLOAD_BF16)
-        found = half_kernel<__nv_bfloat16>(v, columns_of(a), takes_norm(a), 20);
+        found = half_kernel<__nv_bfloat16>(v, columns_of(a), takes_norm(a), 24);
     if (found.kernel &&
         (v.warps * 32 > found.threads || v.chunk_bytes % (found.block * element_bytes(a)) != 0))
         found.kernel = nullptr;
@@ -145,14 +150,21 @@ inline bool shares_depth(const OffloadSkinnyGemm& a, const Device& device) {
 
 // Where nothing was measured. 16 bits: the smallest tile that holds all of a block's outputs keeps
 // most warps busy; where several must follow each other, the largest, at depths that differ from
-// block to block. float32: the first that can run.
+// block to block. Long pieces of few rows, where three stages of them fit. float32: the first that
+// can run.
 inline int default_variant(const OffloadSkinnyGemm& a, const Device& device) {
     const int64_t rows = rows_of_block(a, device) * (shares_depth(a, device) ? 2 : 1);
     const int tile = rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
-    const bool turned = rows > 128 || shares_depth(a, device);
+    const bool longer =
+        rows <= 48 && a.rows <= 8 && !takes_norm(a) && device.shared_per_block >= 3 * 64 * 1024;
+    const int chunk_bytes = tile == 32 || (tile == 64 && longer) ? 1024 : 512;
+    const bool turned =
+        rows > 128 || shares_depth(a, device) || (tile == 64 && chunk_bytes == 1024);
     for (int i = 0; i < kVariantCount; ++i) {
         const GemmVariant& v = kVariants[i];
-        if (v.way == GemmWay::kStaged && (v.tile != tile || v.turned != turned)) continue;
+        if (v.way == GemmWay::kStaged &&
+            (v.tile != tile || v.chunk_bytes != chunk_bytes || v.turned != turned))
+            continue;
         if (kernel_of(v, a, device).kernel) return i;
     }
     return -1;
