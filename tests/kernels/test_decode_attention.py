@@ -404,7 +404,10 @@ RAGGED: list[tuple[tuple[int, int, int, int, int], int, int]] = [
     ((20, 16, 8, 256, 6585), clusters(1, 4, 2), 264),
     ((32, 32, 32, 80, 4242), clusters(2, 4, 2), 0),
     ((32, 32, 32, 128, 2121), clusters(2, 4, 2), 0),
-    ((64, 32, 8, 128, 21589), SHARES, 0),
+    ((64, 32, 8, 128, 21589), clusters(1, 4, 2), 792),
+    ((64, 64, 8, 128, 5397), clusters(1, 4, 2), 792),
+    ((64, 32, 32, 128, 5397), clusters(2, 4, 2), 0),
+    ((65, 32, 8, 128, 21589), SHARES, 0),
 ]
 
 
@@ -422,6 +425,8 @@ def test_ragged_rows_take_what_was_measured(
 # A GPU of four multiprocessors, and rows whose items it cuts, into parts that are not equal.
 FOUR = (4, attention_machine.H200, 1, 1)
 UNEVEN = [710, 1, 0, 550, 17, 2090]
+# One with CTAs for more parts than 64 items.
+MANY = (30, attention_machine.H200, 1, 1)
 
 
 @pytest.mark.parametrize("seen", ["all", "window", "padded", "scores"])
@@ -444,6 +449,17 @@ def test_ragged_rows(head_dim: int, group: int, seen: str) -> None:
     assert call.arguments.workspace_bytes > len(rows) * bytes_of_a_part(a), "nothing is cut"
     check("host", a, host=FOUR)
     assert torch.equal(*(outputs(a, "host", host=FOUR) for _ in range(2)))
+
+
+@pytest.mark.parametrize("count", [33, 64])
+def test_ragged_rows_of_more_than_a_warp(count: int) -> None:
+    """Two sequences a lane: long ones are cut wherever they stand, also the last of all."""
+    rows = [(n * 7919) % 97 for n in range(count)]
+    rows[1], rows[31], rows[32], rows[-1] = 1900, 700, 800, 1500
+    a = make("host", lengths=rows, capacity=1900, kv_heads=1, head_dim=64, group=2)
+    call = attention_machine.run({**a, "out": torch.empty_like(a["query"])}, "host", MANY)
+    assert call.arguments.workspace_bytes > count * bytes_of_a_part(a), "nothing is cut"
+    check("host", a, host=MANY)
 
 
 def bytes_of_a_part(arguments: dict[str, Any]) -> int:

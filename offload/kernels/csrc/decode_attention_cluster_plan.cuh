@@ -41,6 +41,7 @@ constexpr int kManyParts = 4;                    // CTAs of an item
 constexpr int kManyTurns = 12;                   // items of a multiprocessor
 constexpr int64_t kBytesUnderWay = 128 << 10;    // of a multiprocessor, at least
 constexpr int kFewQueries = 4;                   // of an item: little to merge
+constexpr int kMostFewRows = 32;                 // sequences of few items: more were not measured
 
 // How many clusters run at once; 0 where one does not fit. Worked out once a kernel, device and
 // size.
@@ -181,7 +182,8 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
         // Enough items of even lengths fill the GPU by themselves. Others are cut, which takes few
         // rows; elsewhere shares of a line of all columns fill it evenly. Large groups are read
         // once for all of their queries, unless L2 has what is read.
-        if (device.major < 9 || ((!many || ragged) && a.batch > kMostClusterRows)) return 0;
+        if (device.major < 9 || (!many && a.batch > kMostFewRows)) return 0;
+        if (ragged && a.batch > kMostClusterRows) return 0;
         if (p.head_tiles > 1 && !in_l2) return 0;
         shape = ragged ? shape_of_ragged(pieces, a.head_dim, p.tile_heads, k, device)
                 : many ? shape_of_many(pieces, strips, k.strip_bytes(), device)
