@@ -21,7 +21,9 @@ def add_nvme_arguments(parser: argparse.ArgumentParser) -> None:
         default=".",
         help="a folder on the drive to measure; a test file is made there and removed again",
     )
-    where.add_argument("--file", metavar="FILE", help="only read this existing file instead")
+    where.add_argument(
+        "--file", type=_path, metavar="FILE", help="only read this existing file instead"
+    )
     parser.add_argument(
         "--max-size",
         type=_size,
@@ -61,7 +63,9 @@ def add_nvme_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the best setting for this drive; runs that stream from it will use it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--plot", metavar="PNG", help="draw the sweep (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=_path, metavar="PNG", help="draw the sweep (needs matplotlib)"
+    )
 
 
 def run_nvme(args: argparse.Namespace) -> int:
@@ -95,6 +99,12 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
 def run_link(args: argparse.Namespace) -> int:
     """Measure the link to a GPU."""
     return link.measure(args)
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is empty")
+    return text
 
 
 def _size(text: str) -> int:

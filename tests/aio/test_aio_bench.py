@@ -96,12 +96,20 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--block", "1parsec"], ["--block", "100"], ["--depth", "0"], ["--backend", "posix"]],
+    [
+        ["--block", "1parsec"],
+        ["--block", "100"],
+        ["--depth", "0"],
+        ["--backend", "posix"],
+        ["--file", ""],
+        ["--plot", ""],
+    ],
 )
 def test_arguments_are_checked(arguments, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["nvme", *arguments])
-    assert arguments[1] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"argument {arguments[0]}: " in said and arguments[1] in said
 
 
 def test_tuning_is_remembered_for_the_drive(tmp_path, capsys, monkeypatch):

@@ -112,6 +112,12 @@ def test_the_command_on_a_cpu(capsys: Any) -> None:
     assert found["rates"]["read"] > 0 and found["machine"]["torch"] == torch.__version__
 
 
+def test_a_shape_that_no_case_has(capsys: Any) -> None:
+    arguments = ["bench", "kernels", "--device", "cpu", "--quick", "--op", "gemm"]
+    assert main([*arguments, "--shape", "rows 16", "--shape", "rows 17"]) == 2
+    assert "no case has 'rows 16' and 'rows 17' in the name of its shape" in capsys.readouterr().err
+
+
 def test_the_table_and_the_file(
     capsys: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

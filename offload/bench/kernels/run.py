@@ -114,7 +114,7 @@ def _cells(rows: list[Measured]) -> Iterator[tuple[str, ...]]:
 def run_kernels(wanted: Wanted, say: Callable[[str], None] = lambda line: None) -> KernelsResult:
     """Measure what is wanted; `say` hears of every case as it is done.
 
-    Raises ValueError where an op is unknown or the kernels cannot run there.
+    Raises ValueError where an op is unknown, the kernels cannot run there, or no case is wanted.
     """
     found = _modules(wanted)
     check_device(wanted.device)
@@ -129,6 +129,9 @@ def run_kernels(wanted: Wanted, say: Callable[[str], None] = lambda line: None) 
             text = " ".join(f"{type(error).__name__}: {error}".split())
             result.rows.append(Measured(name, "all others", "ours", None, 0.0, 0, 0.0, text))
             say(f"{name}: {text}")
+    if wanted.shapes and not result.rows:
+        asked = " and ".join(map(repr, wanted.shapes))
+        raise ValueError(f"no case has {asked} in the name of its shape")
     if wanted.device.type == "cuda":
         result.notes.append(str(choices.table(wanted.device.index or 0)))
     return result
