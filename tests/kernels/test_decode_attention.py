@@ -614,13 +614,14 @@ class TestOnTheGpu:
         exact = exactly(a)
         assert_accurate(first, as_torch_rounds(a, exact), exact)
 
+    @pytest.mark.parametrize("times", [2, 6])  # 20 rows, and more than a warp has lanes
     @pytest.mark.parametrize(
         ("head_dim", "kv_heads", "group"),
         [(64, 8, 4), (80, 9, 1), (128, 8, 8), (256, 8, 2), (80, 40, 2), (128, 40, 1)],
     )
-    def test_ragged_rows(self, head_dim: int, kv_heads: int, group: int) -> None:
+    def test_ragged_rows(self, head_dim: int, kv_heads: int, group: int, times: int) -> None:
         """More items than multiprocessors: cut, or of two CTAs each; the same every time."""
-        lengths = [2900, 0, 1, 1300, 17, 512, 513, 90, 16, 700] * 2
+        lengths = [2900, 0, 1, 1300, 17, 512, 513, 90, 16, 700] * times
         starts = [n // 40 for n in lengths]
         sizes: dict[str, Any] = {"head_dim": head_dim, "kv_heads": kv_heads, "group": group}
         a = make("cuda", lengths=lengths, starts=starts, capacity=3000, sinks=True, **sizes)
