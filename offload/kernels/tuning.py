@@ -27,7 +27,7 @@ log = logging.getLogger("offload")
 
 
 def rotation(nbytes: int, device: torch.device) -> int:
-    """How many copies of a weight of `nbytes` a measurement takes in turns, so that none is in L2."""
+    """How many copies of a weight a measurement takes in turns, so that none of them is in L2."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(64, max(2, -(-ROTATION_OF_L2 * l2 // max(1, nbytes))))
 
