@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +240,31 @@ def test_a_full_disk(source: Source, tmp_path: Path, monkeypatch: Any) -> None:
     )
     with pytest.raises(BudgetError, match="has 4096 free"):
         folders.pack(source("llama"), tmp_path / "out", "int4")
+
+
+def test_a_disk_that_is_full_before_the_tokenizer_is_copied(
+    source: Source, tmp_path: Path, monkeypatch: Any
+) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    shutil.copytree(source("llama"), plain)
+    (plain / "tokenizer.json").write_bytes(b"some" * 1000)
+
+    copy = shutil.copyfileobj
+
+    def write(source: Any, target: Any) -> None:
+        if Path(source.name).name != "tokenizer.json":
+            copy(source, target)
+            return
+        target.write(source.read(1000))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", write)
+        with pytest.raises(OSError, match=r"the disk is full .* while writing .*tokenizer\.json"):
+            folders.pack(plain, out, "int4")
+    assert not (tmp_path / "out.partial" / "tokenizer.json").exists()
+    folders.pack(plain, out, "int4")
+    assert (out / "tokenizer.json").read_bytes() == b"some" * 1000
 
 
 def test_a_stopped_run_is_taken_up(source: Source, tmp_path: Path, monkeypatch: Any) -> None:

@@ -281,4 +281,5 @@ def _copy_rest(source: Path, target: Path) -> None:
         if not file.is_file() or file.name.startswith(".") or file.name.endswith(_WEIGHTS):
             continue
         if file.name != "config.json":
-            shutil.copyfile(file, target / file.name)
+            with open(file, "rb") as found, atomic_write(target / file.name) as stream:
+                shutil.copyfileobj(found, stream)
