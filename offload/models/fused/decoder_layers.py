@@ -77,9 +77,11 @@ class ResidentLayer:
         """No slot, and the weights."""
         if self.quantised is not None:
             self.quantised.enter()
-        yield None, self._weights
-        if self.quantised is not None:
-            self.quantised.leave()
+        try:
+            yield None, self._weights
+        finally:
+            if self.quantised is not None:
+                self.quantised.leave()
 
 
 class DecoderLayers:
