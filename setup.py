@@ -27,6 +27,10 @@ KERNELS = "offload.kernels._kernels"
 HOST_KERNELS = "offload.kernels._host_kernels"
 # GPUs that the kernels are compiled for; newer ones compile the last one's PTX when they load it.
 CUDA_ARCHITECTURES = ("80", "90")
+# Sources for one kind of GPU alone, and how they are compiled: their instructions are in no other's
+# set, newer ones' neither. A compiler that does not know it leaves what is in them out.
+SM90A = ("-gencode=arch=compute_90a,code=sm_90a", "-DOFFLOAD_SM90A")
+FOR_SM90A = ("quant_gemm_wide",)
 # Where this is set, CUDA code is compiled in a third of the time, hardly optimised: for machines
 # without a GPU, where all there is to see is whether it compiles. The library refuses every GPU.
 CHECK_KERNELS = "OFFLOAD_CHECK_KERNELS"
@@ -158,13 +162,16 @@ class BuildOptional(build_ext):
         last = CUDA_ARCHITECTURES[-1]
         code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
         code.append(f"-gencode=arch=compute_{last},code=compute_{last}")
-        command = [nvcc, *ext.extra_compile_args, *code]
+        command = [nvcc, *ext.extra_compile_args]
+        options = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
         only_check = bool(os.environ.get(CHECK_KERNELS))
         if only_check:
             command.append("-DOFFLOAD_CHECK_ONLY")
-            options = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
             command += ["--Ofast-compile=max"] if "--Ofast-compile" in options else []
-        commands = dict.fromkeys(ext.sources, command)
+        commands = {source: [*command, *code] for source in ext.sources}
+        if "sm_90a" in options:
+            special = [source for source in ext.sources if Path(source).stem in FOR_SM90A]
+            commands.update({source: [*command, *SM90A] for source in special})
         self._build_library(ext, commands, [nvcc, "-shared"], "-check" if only_check else "")
 
     def _build_host(self, ext: HostLibrary) -> None:

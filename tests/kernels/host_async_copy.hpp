@@ -25,10 +25,22 @@ struct HostCopy {
             memset(to, 0, bytes);
     }
 };
+// A phase is over when all have arrived and all bytes that they expect have.
 struct HostBarrier {
-    std::vector<HostCopy> copies;
+    std::vector<HostCopy> copies, landed;  // of this phase; of those before, that nobody waited for
     uint32_t expected = 0, arrived = 0;
     int phase = -1;  // -1: not initialised
+    int arrivals = 1, came = 0;
+
+    void look() {
+        if (came < arrivals) return;
+        host_cuda::require(came == arrivals && arrived <= expected, "more than a barrier expects");
+        if (arrived < expected) return;
+        landed.insert(landed.end(), copies.begin(), copies.end());
+        copies.clear();
+        expected = arrived = came = 0;
+        phase += 1;
+    }
 };
 inline std::deque<std::vector<HostCopy>> host_groups[8192];
 inline std::map<uint32_t, HostBarrier> host_barriers;
@@ -42,8 +54,9 @@ inline const bool host_copies_are_watched = [] {
             groups.clear();
         }
         for (const auto& [at, barrier] : host_barriers)
-            host_cuda::require(barrier.copies.empty() && !barrier.expected,
-                               "bulk copies that nobody waited for");
+            host_cuda::require(
+                barrier.copies.empty() && barrier.landed.empty() && !barrier.expected,
+                "bulk copies that nobody waited for");
         host_barriers.clear();
     };
     return true;
@@ -103,44 +116,56 @@ inline void wait_for_copies(int pending) {
 }
 
 inline void barrier_init(uint32_t barrier, int arrivals) {
-    host_cuda::require(arrivals == 1 && barrier % 8 == 0, "a barrier of another kind");
-    host_barriers[barrier] = {{}, 0, 0, 0};
+    host_cuda::require(arrivals > 0 && barrier % 8 == 0, "a barrier of another kind");
+    HostBarrier& b = host_barriers[barrier] = {};
+    b.phase = 0;
+    b.arrivals = arrivals;
 }
 
 inline void fence_before_bulk_copies() {}
 
-inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+inline HostBarrier& barrier_at(uint32_t barrier) {
     HostBarrier& b = host_barriers[barrier];
-    host_cuda::require(b.phase >= 0 && b.expected == 0, "a barrier that is not free");
-    b.expected = bytes;
+    host_cuda::require(b.phase >= 0, "a barrier that was not initialised");
+    return b;
+}
+
+inline void barrier_arrive(uint32_t barrier) {
+    HostBarrier& b = barrier_at(barrier);
+    ++b.came;
+    b.look();
+}
+
+inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    HostBarrier& b = barrier_at(barrier);
+    host_cuda::require(b.came < b.arrivals, "a barrier that is not free");
+    b.expected += bytes;
+    barrier_arrive(barrier);
 }
 
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                       uint64_t = 0) {
-    HostBarrier& b = host_barriers[barrier];
+    HostBarrier& b = barrier_at(barrier);
     const HostCopy copy = host_copy(to, from, bytes);
     host_cuda::require(bytes > 0, "an empty copy");
-    b.arrived += bytes;
-    host_cuda::require(b.arrived <= b.expected, "more bytes than expected");
     if (copies_are_late())
         b.copies.push_back(copy);
     else
         copy.run();
-    if (b.arrived == b.expected) b.phase += 1;
+    b.arrived += bytes;
+    b.look();
 }
 
 // Not the first one, which no kernel may rely on.
 inline bool elect_one() { return threadIdx.x % 32 == 5; }
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-    HostBarrier& b = host_barriers[barrier];
-    host_cuda::require(b.phase >= 0, "a barrier that was not initialised");
+    HostBarrier& b = barrier_at(barrier);
     // Phase p is over when p + 1 has begun; waiting for the parity of the one before returns at
     // once.
     while (b.phase % 2 == static_cast<int>(parity)) host_cuda::change_over();
-    for (const HostCopy& copy : b.copies) copy.run();
-    b.copies.clear();
-    b.expected = b.arrived = 0;
+    for (const HostCopy& copy : b.landed) copy.run();
+    b.landed.clear();
 }
 
 }  // namespace offload

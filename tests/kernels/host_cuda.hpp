@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
@@ -140,16 +141,22 @@ cudaError_t host_launch(const cudaLaunchConfig_t* config, void (*kernel)(Paramet
     return cudaSuccess;
 }
 
-// What the library asks the runtime for, answered for a GPU of 4 multiprocessors.
-inline cudaError_t host_attribute(int* value, cudaDeviceAttr attribute, int) {
+// What the library asks the runtime for, answered for a GPU of 4 multiprocessors: of compute
+// capability 9.0, or a little more where HOST_DEVICE=1.
+inline int host_device() {
+    const char* device = getenv("HOST_DEVICE");
+    return device ? atoi(device) : 0;
+}
+inline cudaError_t host_attribute(int* value, cudaDeviceAttr attribute, int device) {
     *value = attribute == cudaDevAttrMultiProcessorCount      ? 4
              : attribute == cudaDevAttrComputeCapabilityMajor ? 9
+             : attribute == cudaDevAttrComputeCapabilityMinor ? device
                                                               : 232448;
     return cudaSuccess;
 }
 #define cudaLaunchKernelEx host_launch
 #define cudaFuncGetAttributes(attributes, kernel) cudaSuccess
-#define cudaGetDevice(index) (*(index) = 0, cudaSuccess)
+#define cudaGetDevice(index) (*(index) = host_device(), cudaSuccess)
 #define cudaDeviceGetAttribute host_attribute
 #define cudaGetDeviceCount(count) (*(count) = 1, cudaSuccess)
 #define cudaSetDevice(index) cudaSuccess

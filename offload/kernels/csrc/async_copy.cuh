@@ -96,6 +96,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
                  : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     do {

@@ -100,6 +100,7 @@ struct Device {
     int major;             // compute capability
     int shared_per_block;  // bytes a block may ask for
     int l2_bytes;
+    int minor;  // of the compute capability
 };
 
 // The current device's facts, asked for once a device; index < 0 where CUDA refuses

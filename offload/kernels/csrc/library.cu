@@ -29,7 +29,7 @@ const Device& current_device() {
     static Device devices[kMost];
     static bool known[kMost];
     static std::mutex mutex;
-    static const Device none = {-1, 0, 0, 0, 0};
+    static const Device none = {-1, 0, 0, 0, 0, 0};
     int index = 0;
     if (cuda_status("cudaGetDevice", cudaGetDevice(&index))) return none;
     if (index >= kMost) {
@@ -38,13 +38,16 @@ const Device& current_device() {
     }
     std::lock_guard<std::mutex> lock(mutex);
     if (!known[index]) {
-        Device d = {index, 0, 0, 0, 0};
+        Device d = {index, 0, 0, 0, 0, 0};
         if (cuda_status("cudaDeviceGetAttribute",
                         cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount,
                                                index)) ||
             cuda_status(
                 "cudaDeviceGetAttribute",
                 cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, index)) ||
+            cuda_status(
+                "cudaDeviceGetAttribute",
+                cudaDeviceGetAttribute(&d.minor, cudaDevAttrComputeCapabilityMinor, index)) ||
             cuda_status("cudaDeviceGetAttribute",
                         cudaDeviceGetAttribute(&d.shared_per_block,
                                                cudaDevAttrMaxSharedMemoryPerBlockOptin, index)) ||

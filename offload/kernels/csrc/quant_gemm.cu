@@ -1,10 +1,9 @@
 // Products with quantised weights: which kernel of quant_gemm.cuh runs, and how it is launched.
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <tuple>
 
+#include "cluster_launch.cuh"
 #include "quant_gemm.cuh"
+#include "quant_gemm_forms.cuh"
 
 namespace offload {
 namespace {
@@ -97,50 +96,6 @@ struct QuantCall {
     int blocks, shared;
 };
 
-cudaLaunchAttribute cluster_attribute(int blocks) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    return attribute;
-}
-
-// How many clusters of so many blocks run at once, with all of a multiprocessor's shared memory a
-// block. Asked once for each; the first time the kernel is told that it may have that.
-int count_clusters(const QuantForm& form, const Device& device, int cluster, int* count) {
-    static std::mutex mutex;
-    static std::map<std::tuple<int, QuantKernel, int>, int> known;
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto key = std::make_tuple(device.index, form.kernel, cluster);
-    const auto found = known.find(key);
-    if (found != known.end()) {
-        *count = found->second;
-        return 0;
-    }
-    const std::pair<cudaFuncAttribute, int> wanted[] = {
-        {cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block},
-        {cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared}};
-    for (const auto& [attribute, value] : wanted)
-        if (int status =
-                cuda_status("quant_gemm", cudaFuncSetAttribute(form.kernel, attribute, value)))
-            return status;
-    *count = device.multiprocessors;
-    if (cluster > 1) {
-        cudaLaunchConfig_t config = {};
-        cudaLaunchAttribute attribute = cluster_attribute(cluster);
-        config.gridDim = dim3(static_cast<unsigned>(cluster));
-        config.blockDim = dim3(static_cast<unsigned>(form.warps * 32));
-        config.dynamicSmemBytes = static_cast<size_t>(device.shared_per_block);
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        if (int status = cuda_status("quant_gemm",
-                                     cudaOccupancyMaxActiveClusters(count, form.kernel, &config)))
-            return status;
-    }
-    known.emplace(key, *count);
-    return 0;
-}
-
 // Where everything lies if `clusters` of `cluster` blocks share out the work; false where there is
 // no room.
 bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int clusters,
@@ -198,7 +153,9 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
     for (int cluster = 1; cluster <= most; cluster *= 2) {
         if (cluster > 1) waiting += cluster == 2 ? kFirstDoubling : kDoubling;
         int clusters = 0;
-        if (int status = count_clusters(tried.form, device, cluster, &clusters)) return status;
+        if (int status = count_clusters("quant_gemm", tried.form.kernel, tried.form.warps * 32,
+                                        device.shared_per_block, device, cluster, &clusters))
+            return status;
         if (clusters == 0) continue;
         // More than run at once, where one has no room for the sums of all of its outputs.
         for (int waves = 1; clusters * waves * cluster <= kMostBlocks; waves *= 2) {
@@ -251,6 +208,7 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     if (a.rows == 0) return 0;
     if (!a.input || !a.codes || !a.scale || !a.output)
         return refuse("quant_gemm: input, codes, scale and output must not be null");
+    if (takes_wide_quant_gemm(a, device)) return wide_quant_gemm(a, device, stream);
     for (int first = 0; first < a.rows;) {
         OffloadQuantGemm part = a;
         part.rows = std::min(a.rows - first, kMostAtOnce);
