@@ -1,7 +1,7 @@
 // Stands for async_copy.cuh where kernels run on the host. Copies are done either when they are
 // asked for, which shows a stage that is filled while it is read, or when they are waited for,
 // which shows one that is read before it is full; the environment variable HOST_COPIES=late picks
-// the second.
+// the second. HOST_WITHOUT_BULK_COPIES: as on GPUs before sm_90.
 #pragma once
 #include <stdlib.h>
 
@@ -10,7 +10,9 @@
 
 #include "common.cuh"
 
+#ifndef HOST_WITHOUT_BULK_COPIES
 #define OFFLOAD_HAS_BULK_COPY 1
+#endif
 
 namespace offload {
 

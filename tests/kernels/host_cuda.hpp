@@ -142,15 +142,15 @@ cudaError_t host_launch(const cudaLaunchConfig_t* config, void (*kernel)(Paramet
 }
 
 // What the library asks the runtime for, answered for a GPU of 4 multiprocessors: of compute
-// capability 9.0, or a little more where HOST_DEVICE=1.
+// capability 9.0, or a little more where HOST_DEVICE=1, or 8.0 where it is 2.
 inline int host_device() {
     const char* device = getenv("HOST_DEVICE");
     return device ? atoi(device) : 0;
 }
 inline cudaError_t host_attribute(int* value, cudaDeviceAttr attribute, int device) {
     *value = attribute == cudaDevAttrMultiProcessorCount      ? 4
-             : attribute == cudaDevAttrComputeCapabilityMajor ? 9
-             : attribute == cudaDevAttrComputeCapabilityMinor ? device
+             : attribute == cudaDevAttrComputeCapabilityMajor ? (device == 2 ? 8 : 9)
+             : attribute == cudaDevAttrComputeCapabilityMinor ? device % 2
                                                               : 232448;
     return cudaSuccess;
 }

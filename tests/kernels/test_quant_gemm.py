@@ -26,8 +26,9 @@ from offload.kernels.quantize import quantise
 from offload.kernels.random_weight import random_stored
 from offload.kernels.weight_format import WeightFormat
 
-# On the host as on a GPU of compute capability 9.0, and as on another ("older").
+# On the host as on a GPU of compute capability 9.0, as on another ("older"), and as on one of 8.0.
 HERE = [*MACHINES[:2], pytest.param("older"), *MACHINES[2:]]
+HOST_DEVICES = {"host": "0", "older": "1", "ampere": "2"}
 EXAMPLES = {"reference": 10, "host": 8, "older": 12, "cuda": 400}
 FORMS = [
     WeightFormat.parse(f"{kind}-{shared}{zero}")
@@ -38,8 +39,10 @@ FORMS = [
 
 
 @functools.cache
-def host_library() -> ctypes.CDLL:
-    """The kernels compiled for this processor, with stand-ins for what only a GPU has."""
+def host_library(ampere: bool = False) -> ctypes.CDLL:
+    """The kernels compiled for this processor, with stand-ins for what only a GPU has; ampere: as
+    they are compiled for sm_80.
+    """
     forms = (host_build.CSRC / "quant_gemm_forms.cuh").read_text()
     assert "kLargeWeight = 96'000'000;" in forms
     instead = {
@@ -53,6 +56,9 @@ def host_library() -> ctypes.CDLL:
     }
     sources = ["library.cu", "quant_gemm.cu", "quant_gemm_wide.cu"]
     flags = [*host_build.SANITIZED, "-DOFFLOAD_SM90A"]
+    if ampere:
+        instead["cluster.cuh"] = "#pragma once\n"
+        flags[-1] = "-DHOST_WITHOUT_BULK_COPIES"
     library = host_build.kernels("quant-gemm", sources, "host_gemm.hpp", instead, flags)
     pointer = ctypes.POINTER(structs.QuantGemmStruct)
     library.offload_quant_gemm.argtypes = [pointer, ctypes.c_void_p]
@@ -65,15 +71,15 @@ def run(a: dict[str, Any], machine: str, turn: int = 0) -> None:
     may do in any.
     """
     call = QuantGemm(**a)
-    if machine not in ("host", "older"):
+    if machine not in HOST_DEVICES:
         call.launch(current_stream(a["input"].device))
         if machine == "cuda":
             torch.cuda.synchronize()
         return
     os.environ["HOST_COPIES"] = "soon" if turn % 2 else "late"
     os.environ["HOST_BLOCKS"] = "backwards" if turn % 2 else "forwards"
-    os.environ["HOST_DEVICE"] = "1" if machine == "older" else "0"
-    library = host_library()
+    os.environ["HOST_DEVICE"] = HOST_DEVICES[machine]
+    library = host_library(machine == "ampere")
     status = library.offload_quant_gemm(ctypes.byref(call.arguments), None)
     assert status == 0, library.offload_last_error()
 
@@ -188,7 +194,7 @@ def test_any_product(machine: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("machine", HERE[1:])
+@pytest.mark.parametrize("machine", [*HERE[1:], "ampere"])
 @pytest.mark.parametrize("name", ["int4-g32-zp", "int4-g64-zp", "int8-g32-zp"])
 def test_outputs_and_depths_that_blocks_do_not_share_evenly(machine: str, name: str) -> None:
     form = WeightFormat.parse(name)
