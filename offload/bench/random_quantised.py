@@ -34,8 +34,9 @@ def random_stored(
     """One stored tensor of a weight, by its name alone, made by `maker`; a CPU tensor, pinned where
     `maker` is a GPU. The weights that are made of it have a standard deviation near STD.
 
-    Scales differ, as they do in a model: what a GPU at its power limit multiplies faster than a
-    model's weights are the sixteen values of one scale.
+    Scales differ, as they do in a model, and half of them are negative: the mean of symmetric codes
+    is not zero, and layers of weights with such a mean give every token the same activations, which
+    a GPU at its power limit multiplies faster than a model's.
     """
     generator = torch.Generator(maker).manual_seed(zlib.crc32(name.encode()))
     made = torch.empty(shape, dtype=dtype, device=maker)
@@ -43,7 +44,8 @@ def random_stored(
         made.random_(_MX_EXPONENT - 1, _MX_EXPONENT + 1, generator=generator)
     elif end == form.scale_name:
         mean = STD / _SPREAD[form.kind] / (math.sqrt(2) if form.zero_points else 1)
-        made.uniform_(0.5 * mean, 1.5 * mean, generator=generator)
+        made.uniform_(-mean, mean, generator=generator)
+        made += made.sign() * (mean / 2)
     elif dtype == torch.float8_e4m3fn:
         made = torch.randn(shape, generator=generator, device=maker).mul_(_SPREAD["fp8"]).to(dtype)
     else:
