@@ -227,6 +227,19 @@ def test_every_number_of_rows(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", HERE[1:])
+@pytest.mark.parametrize("rows", [3, 33, 64])
+def test_what_lies_behind_the_depth_is_not_multiplied(machine: str, rows: int) -> None:
+    """Scales that would make any other code infinite stand for zeros here."""
+    form = WeightFormat.parse("int4-zp")
+    a, whole = make(machine, form, dtype=torch.float16, rows=rows, groups=3, outputs=48)
+    for tensor in a["stored"].values():
+        tensor.fill_(60000.0 if tensor.dtype == torch.float16 else 0)
+    whole["weight"].zero_()
+    whole["exact"].zero_()
+    assert problem(machine, a, whole) is None
+
+
+@pytest.mark.parametrize("machine", HERE[1:])
 @pytest.mark.parametrize("rows", [16, 20])
 def test_a_wide_weight(machine: str, rows: int) -> None:
     """More outputs than all blocks at once have room for the sums of."""

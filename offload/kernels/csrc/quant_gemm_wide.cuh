@@ -277,15 +277,15 @@ __device__ __forceinline__ void multiply_stages(const OffloadQuantGemm& a, const
     }
     uint32_t next_scales[kTiles][kHalves], next_zeros[kTiles][kHalves];
     auto fetch_scales = [&](int stage) {
-        const int chunk =
-            work.chunk0 +
-            min(stage * Shape::kStageChunks + quarter % Shape::kStageChunks, work.chunks - 1);
+        const int in_block = stage * Shape::kStageChunks + quarter % Shape::kStageChunks;
+        const bool there = in_block < work.chunks;  // else its codes are anything
+        const int chunk = work.chunk0 + min(in_block, work.chunks - 1);
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
             const int group = (kHalves == 2 ? chunk * 2 + h : chunk >> p.group_shift) * 8;
 #pragma unroll
             for (int m = 0; m < kTiles; ++m) {
-                next_scales[m][h] = scales_of[m][group];
+                next_scales[m][h] = there ? scales_of[m][group] : 0;
                 if (kZeros) next_zeros[m][h] = zeros_of[m][group];
             }
         }
