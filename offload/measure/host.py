@@ -16,7 +16,9 @@ from offload.kernels.scores import Scores
 from offload.memory_limits import host_memory_available
 
 KV_HEADS, HEAD_DIM, LENGTH = 8, 128, 1024
-BYTES = 2 << 30  # of keys and values, at most: more than any cache of a CPU
+# Of keys and values, at most: more than any cache of a CPU, and than what it keeps of page tables,
+# since those of a job are tens of gigabytes.
+BYTES = 8 << 30
 SECONDS = 0.5
 GROUPS = (1, 4, 8, 16)  # queries a KV head
 
