@@ -53,4 +53,26 @@ int count_clusters(const char* name, Kernel kernel, int threads, int shared, con
     return 0;
 }
 
+// Issues `blocks` in clusters of `cluster`; with `early` they may begin before the kernel ahead has
+// ended, where the GPU can do that.
+template <typename... Parameters>
+int launch_clusters(const char* name, void (*kernel)(Parameters...), int blocks, int threads,
+                    int shared, int cluster, bool early, void* stream,
+                    const Parameters&... arguments) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attributes[2] = {};
+    if (early && current_device().major >= 9) {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+    }
+    if (cluster > 1) attributes[config.numAttrs++] = cluster_attribute(cluster);
+    config.attrs = attributes;
+    return cuda_status(name, cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
 }  // namespace offload

@@ -180,20 +180,8 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
 }
 
 int launch_call(const QuantCall& call, const OffloadQuantGemm& a, void* stream) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(call.blocks));
-    config.blockDim = dim3(static_cast<unsigned>(call.form.warps * 32));
-    config.dynamicSmemBytes = static_cast<size_t>(call.shared);
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attributes[2] = {};
-    if (a.launch_early && current_device().major >= 9) {
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        config.numAttrs = 1;
-    }
-    if (call.plan.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(call.plan.cluster);
-    config.attrs = attributes;
-    return cuda_status("quant_gemm", cudaLaunchKernelEx(&config, call.form.kernel, a, call.plan));
+    return launch_clusters("quant_gemm", call.form.kernel, call.blocks, call.form.warps * 32,
+                           call.shared, call.plan.cluster, a.launch_early, stream, a, call.plan);
 }
 
 }  // namespace

@@ -132,20 +132,9 @@ int wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, void* strea
         best = time;
         call = tried;
     }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(call.blocks));
-    config.blockDim = dim3(static_cast<unsigned>(call.form.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(call.form.shared);
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attributes[2] = {};
-    if (a.launch_early) {
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        config.numAttrs = 1;
-    }
-    if (call.plan.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(call.plan.cluster);
-    config.attrs = attributes;
-    return cuda_status("quant_gemm", cudaLaunchKernelEx(&config, call.form.kernel, a, call.plan));
+    return launch_clusters("quant_gemm", call.form.kernel, call.blocks, call.form.threads,
+                           call.form.shared, call.plan.cluster, a.launch_early, stream, a,
+                           call.plan);
 }
 #endif
 
