@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +44,11 @@ def measure_hardware(
     """
     rates: dict[str, Any] = {}
     absent: dict[str, str] = {}
+    memory = functools.cache(HostMemory)  # touching it takes seconds on some machines
     steps: list[tuple[str, tuple[str, ...], Callable[[], dict[str, Any]]]] = [
         ("disk", ("disk",), lambda: _disk(Path(folder))),
         ("matrix products", ("matrix",), lambda: {"matrix": _matrix(device)}),
-        ("CPU memory", ("host_read", "cpu_attention"), _host),
+        ("CPU memory", ("host_read", "cpu_attention"), lambda: _host(memory())),
         ("memory of the compute device", ("hbm", "hbm_copy"), lambda: _hbm(device, rates)),
     ]
     if device.type == "cuda":
@@ -62,7 +64,7 @@ def measure_hardware(
             (
                 "CPU memory beside the link",
                 _BESIDE,
-                lambda: _beside(device, rates),
+                lambda: _beside(memory(), device, rates),
             ),
         ]
     else:
@@ -149,8 +151,7 @@ def _link(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _host() -> dict[str, Any]:
-    memory = HostMemory()
+def _host(memory: HostMemory) -> dict[str, Any]:
     reader = memory.reader()
     alone = read_rate(reader)
     reason = why_not_host()
@@ -177,7 +178,7 @@ def _copies(device: torch.device) -> dict[str, Any]:
     return {"link_up": measure_link(compute_device(device), COPY_BYTES)}
 
 
-def _beside(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
+def _beside(memory: HostMemory, device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     if "link_up" not in rates:
         raise RuntimeError("the link's own rate could not be measured")
-    return beside(HostMemory(), device, rates["link_up"], GROUPS_BESIDE, BESIDE_SECONDS)
+    return beside(memory, device, rates["link_up"], GROUPS_BESIDE, BESIDE_SECONDS)
