@@ -23,11 +23,15 @@ from offload.commands.arguments import (
     quantization,
 )
 from offload.commands.console import quiet_transformers
+from offload.scheduler.setting import MOST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+# Scores are divided by the temperature in float32: below, the largest might become infinite, and
+# above, the temperature itself, which makes excluded tokens (-inf) no numbers.
+_TEMPERATURES = (1e-30, 1e30)
 
 
 def add_parser(commands: Any) -> None:
@@ -109,7 +113,7 @@ def add_parser(commands: Any) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Generate, and report before and after."""
-    _check_sampling(args)
+    _check_generation(args)
     prompt = _prompt(args)
 
     from offload.checkpoint.hub import resolve_model
@@ -118,6 +122,8 @@ def execute(args: argparse.Namespace) -> int:
     folder = resolve_model(args.model, args.revision, args.trust_remote_code)
     tokenizer = _tokenizer(folder, args.trust_remote_code)
     inputs = _encode(tokenizer, prompt, chat=not args.no_chat)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError(f"the tokenizer of {folder} makes no token of the prompt {prompt!r}")
     with _load(folder, args, inputs["input_ids"].shape[1]) as model:
         if not model.can_generate():
             raise ValueError(f"{type(model).__name__} does not generate text")
@@ -221,32 +227,36 @@ class _FirstToken:
         return scores
 
 
-def _check_sampling(args: argparse.Namespace) -> None:
+def _check_generation(args: argparse.Namespace) -> None:
+    """What transformers and torch would answer with a traceback, or with nonsense."""
+    if args.max_new_tokens > MOST:
+        raise ValueError(f"--max-new-tokens must be at most {MOST}, got {args.max_new_tokens}")
     if not args.sample and (args.temperature is not None or args.seed is not None):
         raise ValueError("--temperature and --seed belong to --sample")
-    if args.temperature is not None and not args.temperature > 0:
-        raise ValueError(f"--temperature must be above zero, got {args.temperature}")
+    low, high = _TEMPERATURES
+    if args.temperature is not None and not low <= args.temperature <= high:
+        raise ValueError(
+            f"--temperature must be between {low} and {high}, got {args.temperature}; without "
+            "--sample the likeliest token is taken"
+        )
     if args.seed is not None and not -(1 << 63) <= args.seed < 1 << 64:
         raise ValueError(f"--seed must be a number of 64 bits, got {args.seed}")
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
-        source, text = "--prompt", args.prompt
-    elif args.prompt_file is not None:
-        source = args.prompt_file
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{source} is not UTF-8 text: {error}") from error
-    else:
-        source = "standard input"
-        if sys.stdin is not None and sys.stdin.isatty():
-            print("Prompt, then Ctrl-D:", file=sys.stderr)
-        text = sys.stdin.read() if sys.stdin is not None else ""  # None: it was closed
+    """The text that was given, or is read from a file or standard input."""
+    source, text = "--prompt", args.prompt
     try:
-        text.encode()
-    except UnicodeEncodeError as error:  # bytes of another encoding, which Python keeps so
+        if args.prompt_file is not None:
+            source = args.prompt_file
+            text = Path(source).read_text(encoding="utf-8")
+        elif text is None:
+            source = "standard input"
+            if sys.stdin is not None and sys.stdin.isatty():
+                print("Prompt, then Ctrl-D:", file=sys.stderr)
+            text = sys.stdin.read() if sys.stdin is not None else ""  # None: it was closed
+        text.encode()  # Python may have kept bytes of another encoding
+    except UnicodeError as error:
         raise ValueError(f"the prompt ({source}) is not UTF-8 text: {error}") from error
     if not text.strip():
         raise ValueError(f"the prompt ({source}) is empty; see --prompt and --prompt-file")
@@ -269,13 +279,22 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Any:
+    """Token ids [1, tokens] and their mask, in the model's chat template where it has one."""
     if chat and tokenizer.chat_template:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        from jinja2 import TemplateError
+
+        try:
+            return tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the model's chat template refuses a prompt by itself ({error}); --no-chat "
+                "continues the prompt as it stands"
+            ) from error
     inputs = tokenizer(prompt, return_tensors="pt")
     inputs.pop("token_type_ids", None)
     return inputs

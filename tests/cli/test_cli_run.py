@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPT = "w5 w9 w40"
@@ -77,6 +79,23 @@ def test_a_chat_template_is_applied_unless_told_otherwise(program: Any, chat_mod
     done = program("run", chat_model, "--prompt", PROMPT, "--max-new-tokens", NEW)
     assert done.out == plain(chat_model, f"w7 {PROMPT} w8 w9") + "\n"
     assert done.out != plain(chat_model, PROMPT) + "\n"
+
+
+def test_a_prompt_that_becomes_no_tokens_is_refused(
+    program: Any, chat_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    tokenizer.chat_template = "{{ raise_exception('a system message comes first') }}"
+    tokenizer.save_pretrained(folder)
+    done = program("run", folder, "--prompt", "~", "--no-chat")
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "makes no token of the prompt '~'" in done.err
+    done = program("run", folder, "--prompt", "w5")
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "(a system message comes first); --no-chat continues the prompt" in done.err
 
 
 def test_json_is_one_object_and_all_there_is(program: Any, chat_model: Path) -> None:
