@@ -28,7 +28,7 @@ from offload.scheduler.hardware import Hardware
 from offload.scheduler.least import least_device
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
 from offload.scheduler.plan import Budget, LayerSize, Plan, Workload, chunk_bytes, fixed_plan
-from offload.scheduler.planner import UNLIMITED, Planned, plan_job, refusal
+from offload.scheduler.planner import Planned, plan_job, refusal
 from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
@@ -40,6 +40,7 @@ QUICK = (
 # the streams that compute, capture graphs and measure products, and of cuBLASLt; and rounding by
 # the allocator for up to 30 tensors that come and go.
 BESIDE = (4 * 32 + 64) << 20
+UNLIMITED = 1 << 62  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +208,9 @@ def _refusal_on_cpu(
         has += f", of which max_memory[0] lets it compute with {format_size(budget.device)},"
         mine = _apart(budget, model, weights, io)
         least = least_device(model, hardware, job, (weights,), mine.cpu)
-        if least is not None and least[0] > budget.device:
+        if least[0] > budget.device:
             room, place, beside = mine, 0, 0
-    least = least_device(model, hardware, job, (weights,), room.cpu)
-    assert least is not None
-    nbytes = least[0] + beside
+    nbytes = beside + least_device(model, hardware, job, (weights,), room.cpu)[0]
     needed = f"{nbytes} bytes ({format_size(nbytes)}) as max_memory[{place!r}]"
     return refusal(
         model,

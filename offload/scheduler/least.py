@@ -19,9 +19,9 @@ EVERY_ROW = 1 << 40  # where an engine reads prompts whole
 
 def least_device(
     model: ModelProfile, hardware: Hardware, job: Job, weights: Sequence[str], cpu: int
-) -> tuple[int, Setting] | None:
-    """Bytes of the compute device that the smallest plan takes where CPU memory holds `cpu`, and
-    that plan; None where CPU memory is what lacks.
+) -> tuple[int, Setting]:
+    """Bytes of the compute device that the smallest plan takes where CPU memory holds `cpu` bytes,
+    and that plan. There always is one: with all on the device CPU memory holds nothing.
     """
 
     def most_on_cpu(base: Setting) -> int:
@@ -35,13 +35,15 @@ def least_device(
         for setting in _smallest(model, hardware, job, weights, most_on_cpu)
         if (need := footprint(model, job, setting)).cpu <= cpu
     ]
-    return min(found, key=lambda pair: pair[0], default=None)
+    return min(found, key=lambda pair: pair[0])
 
 
 def least_cpu(
     model: ModelProfile, hardware: Hardware, job: Job, weights: Sequence[str], device: int
 ) -> tuple[int, Setting] | None:
-    """The same of CPU memory, where the compute device holds `device`."""
+    """The same of CPU memory, where the compute device holds `device` bytes; None where it cannot
+    hold even what every plan keeps there.
+    """
 
     def fewest_on_cpu(base: Setting) -> int:
         def need(on_gpu: int) -> int:

@@ -17,7 +17,6 @@ from offload.scheduler.search_space import Point, Space
 from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
-UNLIMITED = 1 << 62
 TIE = 0.03  # the model of time is no more precise: within it the simpler plan is taken
 STARTS = 8  # kinds of plans that are searched closely
 # The share of the predicted score that is given up for what absorbs delays that no prediction sees:
@@ -69,10 +68,10 @@ def plan_job(
     if job.batch is None and goal is not Goal.THROUGHPUT:
         job = Job(job.prompt, job.gen, 1)
     least = least_device(model, hardware, job, names, budget.cpu)
-    if least is None or least[0] > budget.device:
+    if least[0] > budget.device:
         if hardware.link_up is None:
             raise hardware.lacks("the rate 'link_up', without which nothing moves", "link_up")
-        raise BudgetError(_refusal(model, hardware, budget, job, names, least))
+        raise BudgetError(_refusal(model, hardware, budget, job, names, least[0]))
     search = _Search(model, hardware, budget, job, goal)
     if goal is Goal.FITS:
         fastest = plan_job(model, hardware, budget, job, Goal.LATENCY, names)
@@ -197,24 +196,13 @@ def _refusal(
     budget: Budget,
     job: Job,
     weights: Sequence[str],
-    device: tuple[int, Setting] | None,
+    device: int,
 ) -> str:
+    """Why the budgets do not do. `device`: the least of GPU memory beside this CPU memory."""
+    needs = [f"{device} bytes ({format_size(device)}) of GPU memory with this CPU memory"]
     cpu = least_cpu(model, hardware, job, weights, budget.device)
-    needs = []
-    if device is not None:
-        needs.append(
-            f"{device[0]} bytes ({format_size(device[0])}) of GPU memory with this CPU memory"
-        )
     if cpu is not None:
         needs.append(f"{cpu[0]} bytes ({format_size(cpu[0])}) of CPU memory with this GPU memory")
-    if not needs:
-        alone = least_device(model, hardware, job, weights, UNLIMITED)
-        assert alone is not None
-        beside = least_cpu(model, hardware, job, weights, alone[0])
-        assert beside is not None
-        needs.append(
-            f"{format_size(alone[0])} of GPU memory beside {format_size(beside[0])} of CPU memory"
-        )
     room = f"{format_size(budget.device)} of GPU memory and {format_size(budget.cpu)} of CPU memory"
     return refusal(model, f"{room} hold", job, weights, ", or ".join(needs))
 

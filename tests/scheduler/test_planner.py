@@ -22,6 +22,7 @@ from offload.scheduler.model_profile import LayerProfile, ModelProfile
 from offload.scheduler.plan import Budget, LayerSize, Tier, Workload, auto_plan
 from offload.scheduler.planner import TIE, plan_job
 from offload.scheduler.setting import Goal, Job, Setting
+from offload.sizes import format_size
 
 MODELS = [OPT_13B, OPT_30B, LLAMA_2_70B, BLOOM_176B, TINY]
 NEVER = 0.06  # ties, and a search that need not end in the very best
@@ -184,18 +185,16 @@ def test_a_refusal_says_the_least_that_would_do(
         message = str(error)
     names = (model.native,)
     enough = least_device(model, hardware, job, names, budget.cpu)
-    if enough is not None:
-        assert f"{enough[0]} bytes" in message
-        plan_job(model, hardware, replace(budget, device=enough[0]), job, Goal.LATENCY)
-        with pytest.raises(BudgetError):
-            plan_job(model, hardware, replace(budget, device=enough[0] - 1), job)
+    assert f"{enough[0]} bytes ({format_size(enough[0])}) of GPU memory" in message
+    plan_job(model, hardware, replace(budget, device=enough[0]), job, Goal.LATENCY)
+    with pytest.raises(BudgetError):
+        plan_job(model, hardware, replace(budget, device=enough[0] - 1), job)
     memory = least_cpu(model, hardware, job, names, budget.device)
     if memory is not None:
         assert f"{memory[0]} bytes" in message
         plan_job(model, hardware, replace(budget, cpu=memory[0]), job, Goal.LATENCY)
         with pytest.raises(BudgetError):
             plan_job(model, hardware, replace(budget, cpu=memory[0] - 1), job)
-    assert "of GPU memory" in message
 
 
 SMALL = llama("small", 6, 1024, 16, 4, 4096)
