@@ -85,7 +85,14 @@ def add_parser(commands: Any) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, and print."""
-    engine = replace(ENGINES[args.engine], int8_kv=args.kv_dtype == "int8")
+    engine = ENGINES[args.engine]
+    if args.kv_dtype == "int8":
+        if not engine.cpu_kv:
+            raise ValueError(
+                f"--kv-dtype int8 is for keys and values in CPU memory, and the engine "
+                f"{engine.name} keeps none there; take --engine {FUSED.name}"
+            )
+        engine = replace(engine, int8_kv=True)
     model = replace(_profile(args.model), engine=engine)
     hardware = _hardware(args.hardware)
     job = Job(args.prompt_len, args.gen_len, args.batch)

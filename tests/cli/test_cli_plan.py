@@ -107,6 +107,7 @@ def test_a_budget_that_cannot_hold_it_says_the_least(program: Any, rates: Path) 
         (["tiny", "--prompt-len", "9" * 30], "plans are made for at most"),
         (["tiny", "--max-memory", f"cpu={10**30}GiB"], "is more than any machine has"),
         (["tiny", "--max-memory", "²=1GiB"], "is not PLACE=SIZE"),
+        (["tiny", "--engine", "transformers", "--kv-dtype", "int8"], "transformers keeps none th"),
         (["tiny", "--hardware", ""], "the name of a file or folder is empty"),
     ],
 )
