@@ -26,8 +26,11 @@ WORK = ("--batch", 2, "--prompt-len", 8, "--gen-len", 3)
 
 
 def bench(program: Any, *arguments: object, shape: str = "tiny") -> dict[str, Any]:
-    named = ("bench", "throughput", "--shape", shape, "--device", "cpu")
-    done = program(*named, *WORK, *arguments, "--json")
+    return measured(program, "--shape", shape, *WORK, *arguments)
+
+
+def measured(program: Any, *arguments: object) -> dict[str, Any]:
+    done = program("bench", "throughput", "--device", "cpu", *arguments, "--json")
     assert done.code == 0, done.err
     return json.loads(done.out)
 
@@ -153,11 +156,12 @@ def test_a_folder_is_measured_as_it_is(program: Any, chat_model: Path) -> None:
 
 
 def test_overhead_and_cold_start(program: Any, tmp_path: Path) -> None:
-    overhead = bench(program, "--overhead")
+    overhead = measured(program, "--shape", "tiny", "--overhead")
     per_layer = overhead["streamed_seconds"] - overhead["resident_seconds"]
     assert overhead["layer_seconds"] == pytest.approx(per_layer / 4)
     assert overhead["link_bound_bytes"] > 0
-    cold = bench(program, "--cold-start", "--folder", tmp_path)
+    work = ("--batch", 2, "--prompt-len", 8)
+    cold = measured(program, "--shape", "tiny", *work, "--cold-start", "--folder", tmp_path)
     assert 0 < cold["run_seconds"] < cold["first_token_seconds"]
     assert cold["weight_bytes"] == sum(s.numel() * 4 for s in tensor_shapes(tiny()).values())
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from offload.commands.arguments import (
     add_goal,
@@ -19,6 +20,18 @@ from offload.commands.arguments import (
     size,
 )
 from offload.commands.console import quiet_transformers, show
+
+if TYPE_CHECKING:
+    from offload.bench.subject import Subject
+    from offload.bench.throughput import Setup
+    from offload.bench.workload import Workload
+
+# Arguments that the other measurements of this command do not heed.
+NOT_OF_COLD_START = (
+    "gen_len", "repeat", "micro_batch", "goal", "kv_on_cpu", "kv_dtype", "kv_attention", "trace",
+    "peer",
+)  # fmt: skip
+NOT_OF_OVERHEAD = ("batch", "prompt_len", *NOT_OF_COLD_START, "keep")
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -48,9 +61,7 @@ def add_parser(benchmarks: Any) -> None:
         help="sequences (default: 32; with the goal throughput, as many as the plan says)",
     )
     add_job(work)
-    work.add_argument(
-        "--repeat", type=positive, default=1, metavar="N", help="take medians of N (default: 1)"
-    )
+    work.add_argument("--repeat", type=positive, metavar="N", help="take medians of N (default: 1)")
     work.add_argument(
         "--micro-batch",
         type=positive,
@@ -60,6 +71,7 @@ def add_parser(benchmarks: Any) -> None:
     add_weights(work)
     add_placement(parser, default="cpu, or auto with a --goal")
     parser.set_defaults(device_map=None)  # cpu, or auto where there is a goal
+    parser.set_defaults(prompt_len=None, gen_len=None)  # those of Workload, as --help says them
     add_goal(parser)
     limits = parser.add_argument_group("limits")
     limits.add_argument("--gpu-memory", type=size, metavar="SIZE", help="cap the GPU: 24GiB")
@@ -100,30 +112,73 @@ def execute(args: argparse.Namespace) -> int:
         if not args.overhead:
             raise ValueError("name what to measure: --shape NAME or --model FOLDER")
         args.shape = "tiny-deep"
-    if args.overhead or args.cold_start:
-        _refuse_of_throughput(args)
+    if args.overhead:
+        _refuse_unheeded(args, NOT_OF_OVERHEAD)
+    elif args.cold_start:
+        _refuse_unheeded(args, NOT_OF_COLD_START)
 
     from offload.bench.cold_start import measure_cold_start
     from offload.bench.overhead import measure_overhead
+    from offload.bench.throughput import run_throughput
+
+    quiet_transformers()
+    subject, work, setup = _subject(args), _work(args), _setup(args)
+    result: Any
+    if args.overhead:
+        result = measure_overhead(subject, setup)
+    elif args.cold_start:
+        result = measure_cold_start(subject, work, setup)
+    else:
+        result = run_throughput(subject, work, setup)
+        if not args.json:
+            print(result.placement, end="\n\n", file=sys.stderr, flush=True)
+    show(result, args.json)
+    return 0
+
+
+def _refuse_unheeded(args: argparse.Namespace, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(args, name) not in (None, False, 0, "auto", []):  # their defaults
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} belongs to the measurement of throughput itself")
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    """What is measured."""
     from offload.bench.subject import Subject
-    from offload.bench.throughput import Setup, run_throughput
-    from offload.bench.workload import Workload
     from offload.config import OffloadConfig
     from offload.models.quantized.wanted import Wishes
 
-    quiet_transformers()
     checked = OffloadConfig(device=args.device, dtype=args.dtype or "auto")
     if args.gpu_memory is not None and checked.compute.type == "cpu":
         raise ValueError("--gpu-memory caps a GPU, and layers run on the CPU: see --cpu-memory")
     dtype: Any = None if checked.dtype == "auto" else checked.dtype
     wanted = quantization(args)
     wishes = None if wanted is None else Wishes.of(wanted)
-    subject = Subject(args.shape, args.model, dtype, checked.compute, wishes)
-    work = Workload(args.batch or 32, args.prompt_len, args.gen_len, args.repeat)
+    return Subject(args.shape, args.model, dtype, checked.compute, wishes)
+
+
+def _work(args: argparse.Namespace) -> Workload:
+    """What it is given to do."""
+    from offload.bench.workload import Workload
+
+    asked = {
+        "batch": args.batch,
+        "prompt": args.prompt_len,
+        "gen": args.gen_len,
+        "repeat": args.repeat,
+    }
+    return Workload(**{name: value for name, value in asked.items() if value is not None})
+
+
+def _setup(args: argparse.Namespace) -> Setup:
+    """Where weights rest, and what may be used."""
+    from offload.bench.throughput import Setup
+
     places = args.device_map
     if places is None:
         places = "cpu" if args.goal is None else "auto"
-    setup = Setup(
+    return Setup(
         device_map=places,
         gpu_memory=args.gpu_memory,
         cpu_memory=args.cpu_memory,
@@ -140,30 +195,3 @@ def execute(args: argparse.Namespace) -> int:
         goal=args.goal,
         choose_batch=args.goal == "throughput" and args.batch is None,
     )
-    result: Any
-    if args.overhead:
-        result = measure_overhead(subject, setup)
-    elif args.cold_start:
-        result = measure_cold_start(subject, work, setup)
-    else:
-        result = run_throughput(subject, work, setup)
-        if not args.json:
-            print(result.placement, end="\n\n", file=sys.stderr, flush=True)
-    show(result, args.json)
-    return 0
-
-
-def _refuse_of_throughput(args: argparse.Namespace) -> None:
-    """Arguments that another measurement would not heed."""
-    heeded = {
-        "--goal": args.goal,
-        "--micro-batch": args.micro_batch,
-        "--kv-on-cpu": args.kv_on_cpu,
-        "--kv-dtype": args.kv_dtype != "auto",
-        "--kv-attention": args.kv_attention != "auto",
-        "--trace": args.trace,
-        "--peer": args.peer,
-    }
-    for name, given in heeded.items():
-        if given:
-            raise ValueError(f"{name} belongs to the measurement of throughput itself")
