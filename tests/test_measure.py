@@ -123,11 +123,16 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         measured_hardware(tmp_path / "file", CPU)
 
 
-def test_readers_read_all_of_it() -> None:
-    memory = HostMemory(8 << 20)
+def test_readers_read_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory(10 << 20)
     assert memory._cache.data_ptr() % (2 << 20) == 0  # huge pages, as the engine's
+    sequence = memory._cache[:, :1].nbytes
     for reader in (memory.reader(), memory.attention(2)):
-        assert reader.read() >= 8 << 20
+        assert reader.read() >= 10 << 20
+    monkeypatch.setattr(host, "CALL_BYTES", 2 * sequence)  # five sequences: two, two and one
+    for reader in (memory.reader(), memory.attention(2), memory.attention(2, int8=True)):
+        read = [reader.read() for _ in range(4)]
+        assert read[0] == read[1] == 2 * read[2] == read[3]
     plain = PlainReader(torch.zeros(3, 1 << 20, dtype=torch.bfloat16))
     assert plain.read() == 6 << 20
     assert read_rate(plain, 0.01) > 1e8

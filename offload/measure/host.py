@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from offload.kernels.host_library import why_not_host
 from offload.kernels.scores import Scores
 from offload.memory_limits import host_memory_available
 
-KV_HEADS, HEAD_DIM, LENGTH = 8, 128, 1024
+KV_HEADS, HEAD_DIM, LENGTH = 8, 128, 512
 # Of keys and values, at most: more than any cache of a CPU, and than what it keeps of page tables,
 # since those of a job are tens of gigabytes.
 BYTES = 8 << 30
+# Of one call: about a layer's, since threads begin and end a call at times of their own.
+CALL_BYTES = 512 << 20
 SECONDS = 0.5
 GROUPS = (1, 4, 8, 16)  # queries a KV head
 
@@ -29,7 +32,7 @@ class Reader(Protocol):
     how: str
 
     def read(self) -> int:
-        """Read all once; the bytes that were read."""
+        """Read all or a part, in turns; the bytes that were read."""
 
 
 class PlainReader:
@@ -49,9 +52,18 @@ class PlainReader:
 
 
 class AttentionReader:
-    """The host library's own walk over keys and values: nothing computed where `group` is 0."""
+    """The host library's own walk over keys and values, a part of the sequences at a time, as the
+    engine attends layer by layer. Nothing is computed where `group` is 0.
+    """
 
     def __init__(self, cache: torch.Tensor, group: int) -> None:
+        at_once = max(1, CALL_BYTES // cache[:, :1].nbytes)
+        parts = cache.split(at_once, dim=1)
+        self._calls = itertools.cycle([self._call(part, group) for part in parts])
+        self.how = "reads by the host library" if group == 0 else "the host library"
+
+    @staticmethod
+    def _call(cache: torch.Tensor, group: int) -> HostAttention:
         keys, values = cache
         batch, kv_heads, length, head_dim = keys.shape
         dtype = torch.bfloat16 if cache.dtype == torch.int8 else cache.dtype
@@ -59,7 +71,7 @@ class AttentionReader:
         scales = None
         if cache.dtype == torch.int8:
             scales = torch.full(cache.shape[:-1], 0.01)
-        self._call = HostAttention(
+        return HostAttention(
             query,
             keys,
             values,
@@ -71,12 +83,12 @@ class AttentionReader:
             beside_stream=True,  # as the engine attends, and its reads are measured
             read_only=group == 0,
         )
-        self.how = "reads by the host library" if group == 0 else "the host library"
 
     def read(self) -> int:
-        """Read all once; the bytes that were read."""
-        self._call.launch()
-        return self._call.bytes_read
+        """Read the next part; the bytes that were read."""
+        call = next(self._calls)
+        call.launch()
+        return call.bytes_read
 
 
 class HostMemory:
@@ -98,14 +110,15 @@ class HostMemory:
 
     def attention(self, group: int, int8: bool = False) -> Reader:
         """Attention of `group` queries a KV head, or where there is no host library reads alone,
-        which no attention passes. `int8`: to twice as many tokens, as codes and scales.
+        which no attention passes. `int8`: to twice as many sequences, as codes and scales.
         """
         if why_not_host() is not None:
             return PlainReader(self._cache)
         if not int8:
             return AttentionReader(self._cache, group)
-        *rows, length, width = self._cache.shape
-        return AttentionReader(self._cache.view(torch.int8).view(*rows, 2 * length, width), group)
+        both, sequences, *rest = self._cache.shape
+        codes = self._cache.view(torch.int8).view(both, 2 * sequences, *rest)
+        return AttentionReader(codes, group)
 
 
 def read_rate(reader: Reader, seconds: float = SECONDS) -> float:
