@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.checkpoint.lazy import Held
+from offload.checkpoint.expressions import Held
 from offload.store.layout import ALIGNMENT, Layer, align
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.int64]

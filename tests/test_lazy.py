@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from offload.checkpoint.lazy import MAX_PIECES, Deferred, Held, LazyTensor, Pieces
+from offload.checkpoint.expressions import Deferred, Held, Pieces
+from offload.checkpoint.lazy import LazyTensor
+from offload.checkpoint.rearranged import MAX_PIECES
 from offload.checkpoint.safetensors_header import read_header
 from offload.errors import UnsupportedError
 

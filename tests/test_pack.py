@@ -25,8 +25,8 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
+from offload.checkpoint.expressions import Deferred, Expression, Held, Pieces
 from offload.checkpoint.extent import Extent
-from offload.checkpoint.lazy import Deferred, Expression, Held, Pieces
 from offload.errors import BudgetError
 from offload.store.layout import Layer
 from offload.store.pack import MANIFEST, Pack, live_pack, needs_pack
@@ -475,7 +475,7 @@ PEAK = """
 import sys, torch
 from offload.store.chunk_writer import CHUNK, CHUNKS
 from offload.store.layout import Layer
-from offload.checkpoint.lazy import Deferred
+from offload.checkpoint.expressions import Deferred
 from offload.store.pack import Pack
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.checkpoint.expressions import Expression, Held, Pieces
 from offload.checkpoint.extent import Extent
-from offload.checkpoint.lazy import Expression, Held, Pieces
 from offload.errors import CheckpointError
 from offload.store.layout import Layer
 from offload.store.reads import MAX_GAP, SECTOR, ReadOp, plan_reads

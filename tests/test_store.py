@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from offload import aio
-from offload.checkpoint.lazy import Deferred, Expression, Held, LazyTensor
+from offload.checkpoint.expressions import Deferred, Expression, Held
+from offload.checkpoint.lazy import LazyTensor
 from offload.checkpoint.safetensors_header import read_header
 from offload.device import HostDevice
 from offload.errors import ClosedError

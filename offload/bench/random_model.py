@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload.bench.shapes import model_class
-from offload.checkpoint.lazy import Deferred, LazyTensor
+from offload.checkpoint.expressions import Deferred
+from offload.checkpoint.lazy import LazyTensor
 
 STD = 0.02  # what these models are born with; nothing overflows float16 at any depth
 _MARKER = "offload_random_model.json"  # says what the folder holds, and whether it is whole

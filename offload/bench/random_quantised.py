@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offload.bench.random_model import STD
-from offload.checkpoint.lazy import Deferred, LazyTensor
+from offload.checkpoint.expressions import Deferred
 from offload.errors import UnsupportedError
 from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.models.modules import find_layers, shared_parameters
@@ -78,7 +78,7 @@ def with_random_codes(
             if end != SHAPE:
                 shape = torch.Size(size)
                 arguments = (f"{first.name}.{end}", form, end, shape, kind, maker)
-                parts[end] = LazyTensor(Deferred(random_stored, arguments, {}, None, shape, kind))
+                parts[end] = Deferred(random_stored, arguments, {}, None, shape, kind)
         weight = stand_for(form, parts, tuple(shared.tensor.shape), dtype)
         parameter = nn.Parameter(weight, requires_grad=shared.tensor.requires_grad)
         for b in shared.bindings:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Held
+from offload.checkpoint.expressions import Held
 from offload.device import ComputeDevice
 from offload.errors import BudgetError, UnsupportedError
 from offload.memory_limits import host_memory_available

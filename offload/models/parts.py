@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offload.checkpoint.lazy import Expression, Held, LazyTensor
+from offload.checkpoint.expressions import Expression, Held
+from offload.checkpoint.lazy import LazyTensor
 from offload.models.modules import Binding, Shared, find_layers, shared_buffers, shared_parameters
 from offload.models.placeholder import Placeholder
 from offload.store.layout import Layer

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from offload import aio
-from offload.checkpoint.lazy import Pieces
+from offload.checkpoint.expressions import Pieces
 from offload.device import ComputeDevice
 from offload.errors import CheckpointError
 from offload.store.layout import Layer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Expression
+from offload.checkpoint.expressions import Expression
 
 ALIGNMENT = 256  # bytes; what CUDA's own allocator and vector loads of any width are content with
 

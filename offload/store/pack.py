@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint import safetensors_header
-from offload.checkpoint.lazy import Expression, Pieces
+from offload.checkpoint.expressions import Expression, Pieces
 from offload.progress import LoggedProgress
 from offload.sizes import format_size
 from offload.store.chunk_writer import ChunkWriter

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from offload.checkpoint.lazy import Pieces
+from offload.checkpoint.expressions import Pieces
 from offload.errors import CheckpointError
 from offload.store.layout import Layer, align
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from offload.checkpoint.lazy import Pieces
+from offload.checkpoint.expressions import Pieces
 from offload.device import ComputeDevice
 from offload.errors import ClosedError
 from offload.scheduler.plan import Plan, Tier

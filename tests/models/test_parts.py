@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from offload.checkpoint import open_checkpoint
-from offload.checkpoint.lazy import Held
+from offload.checkpoint.expressions import Held
 from offload.errors import UnsupportedError
 from offload.models.build import build_model
 from offload.models.modules import ancestors, find_layers

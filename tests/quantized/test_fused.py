@@ -18,7 +18,8 @@ import variants
 from torch import nn
 
 import offload
-from offload.checkpoint.lazy import Held, LazyTensor
+from offload.checkpoint.expressions import Held
+from offload.checkpoint.lazy import LazyTensor
 from offload.errors import UnsupportedError
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize import quantise

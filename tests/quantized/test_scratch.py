@@ -17,7 +17,8 @@ import variants
 from torch import nn
 
 import offload
-from offload.checkpoint.lazy import Held, LazyTensor
+from offload.checkpoint.expressions import Held
+from offload.checkpoint.lazy import LazyTensor
 from offload.errors import BudgetError, UnsupportedError
 from offload.kernels import dequantize
 from offload.kernels.dequantize import dequantise, dequantiser

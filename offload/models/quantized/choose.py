@@ -10,8 +10,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
 from offload.checkpoint import Checkpoint
+from offload.checkpoint.expressions import extents_of
 from offload.checkpoint.extent import Extent
-from offload.checkpoint.lazy import LazyTensor, extents_of
+from offload.checkpoint.lazy import LazyTensor
 from offload.errors import UnsupportedError
 from offload.models.modules import Binding, Shared, find_layers, shared_parameters
 from offload.models.quantized.wanted import Wanted, Wishes

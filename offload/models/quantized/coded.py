@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.checkpoint.lazy import Coded, LazyTensor
+from offload.checkpoint.expressions import Coded, Expression
+from offload.checkpoint.lazy import LazyTensor
 from offload.kernels.dequantize import dequantise, dequantiser
 from offload.kernels.weight_format import WeightFormat
 
@@ -36,7 +37,7 @@ class Decoder:
 
 def stand_for(
     form: WeightFormat,
-    parts: Mapping[str, LazyTensor],
+    parts: Mapping[str, Expression],
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> LazyTensor:

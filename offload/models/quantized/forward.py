@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Coded
+from offload.checkpoint.expressions import Coded
 from offload.errors import UnsupportedError
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Coded, LazyTensor
+from offload.checkpoint.expressions import Coded
+from offload.checkpoint.lazy import LazyTensor
 from offload.models.modules import shared_parameters
 from offload.models.placeholder import Placeholder
 from offload.models.quantized.forward import (
@@ -45,7 +46,7 @@ def keep_quantised(model: nn.Module) -> None:
             prefix = f"{key}_{i}_" if len(leaves) > 1 else "" if key == "weight" else f"{key}_"
             for end, part in parts_of(leaf):
                 with torch.inference_mode(False):
-                    stored[f"{prefix}{end}"] = nn.Parameter(part, requires_grad=False)
+                    stored[f"{prefix}{end}"] = nn.Parameter(LazyTensor(part), requires_grad=False)
         for b in shared.bindings:
             # The codes of some formats have the weight's own name.
             renamed = {(f"{b.key}_codes" if n == b.key else n): p for n, p in stored.items()}

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.checkpoint.lazy import Coded, Held, LazyTensor
+from offload.checkpoint.expressions import Coded, Held
 from offload.errors import UnsupportedError
 from offload.kernels.arrange import Arrange
 from offload.kernels.call import current_stream
@@ -60,7 +60,7 @@ def _panel_weight(weight: WholeWeight) -> WholeWeight | None:
     for (end, _), part in zip(expression.parts, weight.parts, strict=True):
         dtype, size = form.stored(decode.shape, scale)[RENAMED[end]]
         like = torch.empty(size, dtype=dtype, device="meta")  # its module holds the tensor itself
-        parts.append((RENAMED[end], LazyTensor(Held(like))))
+        parts.append((RENAMED[end], Held(like)))
         names.append(f"{part.removesuffix(end)}{RENAMED[end]}")
     coded = Coded(tuple(parts), Decoder(form, decode.shape), expression.shape, expression.dtype)
     return WholeWeight(weight.key, tuple(names), coded, weight.placeholder)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from offload.checkpoint import Checkpoint
+from offload.checkpoint.expressions import stored_at
 from offload.checkpoint.extent import Extent
 from offload.checkpoint.lazy import LazyTensor
 from offload.errors import CheckpointError, UnsupportedError
@@ -117,7 +118,7 @@ def _coded(
     if dtype is None:
         dtype = scale if scale in (torch.float16, torch.bfloat16) else torch.bfloat16
     needed = [end for end in form.stored(shape, scale) if end != SHAPE]
-    return stand_for(form, {end: LazyTensor.of(extents[end]) for end in needed}, shape, dtype)
+    return stand_for(form, {end: stored_at(extents[end]) for end in needed}, shape, dtype)
 
 
 def _shape(form: WeightFormat, extents: Mapping[str, Extent]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.checkpoint.lazy import Coded
+from offload.checkpoint.expressions import Coded
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
 from offload.models.quantized.coded import Decoder

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from offload.checkpoint.lazy import Coded, Deferred, Expression, LazyTensor, Pieces
+from offload.checkpoint.expressions import Coded, Deferred, Expression, Pieces
 from offload.models.quantized.coded import Decoder
 
 Fill = Callable[[int], None]  # fills what it was made for, on the stream of that number
@@ -80,8 +80,8 @@ def leaves_of(expression: Expression) -> list[Coded | Pieces] | None:
         return None
     found: list[Coded | Pieces] = []
     for leaf in tree_leaves((expression.args, expression.kwargs)):
-        if isinstance(leaf, LazyTensor):
-            inner = leaves_of(leaf.expression)
+        if isinstance(leaf, Expression):
+            inner = leaves_of(leaf)
             if inner is None:
                 return None
             found += [x for x in inner if not any(x is y for y in found)]
@@ -90,12 +90,12 @@ def leaves_of(expression: Expression) -> list[Coded | Pieces] | None:
     return found
 
 
-def parts_of(leaf: Coded | Pieces) -> Iterator[tuple[str, LazyTensor]]:
+def parts_of(leaf: Coded | Pieces) -> Iterator[tuple[str, Expression]]:
     """The stored tensors of one leaf, by the ends of their names."""
     if isinstance(leaf, Coded):
         yield from leaf.parts
     else:
-        yield "plain", LazyTensor(leaf)
+        yield "plain", leaf
 
 
 # They only move numbers or round them; the result of any other is worth keeping.
@@ -127,9 +127,9 @@ def _joined(expression: Expression) -> tuple[list[Expression], int] | None:
     if expression.func not in (_aten.cat.default, _aten.stack.default):
         return None
     tensors, dim = (*expression.args, 0)[:2]
-    if not all(isinstance(t, LazyTensor) and t.dtype == expression.dtype for t in tensors):
+    if not all(isinstance(t, Expression) and t.dtype == expression.dtype for t in tensors):
         return None
-    return [t.expression for t in tensors], dim
+    return list(tensors), dim
 
 
 def _fills(expression: Expression, leaves: Sequence[_Leaf], out: torch.Tensor) -> Iterator[Fill]:
@@ -178,9 +178,7 @@ def _evaluate(expression: Expression, leaves: Sequence[_Leaf]) -> torch.Tensor:
             return leaf.value()
     assert isinstance(expression, Deferred)
     args, kwargs = tree_map_only(
-        LazyTensor,
-        lambda t: _evaluate(t.expression, leaves),
-        (expression.args, expression.kwargs),
+        Expression, lambda e: _evaluate(e, leaves), (expression.args, expression.kwargs)
     )
     result = expression.func(*args, **kwargs)
     return result if expression.output is None else result[expression.output]
