@@ -59,13 +59,6 @@ inline const bool blocks_begin_clean = [] {
 inline int rank_in_cluster() { return current / static_cast<int>(blockDim.x); }
 inline size_t byte_of(uint32_t at) { return rank_in_cluster() * size_t{kSharedOfBlock} + at; }
 
-inline void arrive_at_cluster() { ++self().cluster_barriers; }
-inline void wait_for_cluster() {
-    const int64_t mine = self().cluster_barriers;
-    for (const Thread& other : threads)
-        while (!other.done && other.cluster_barriers < mine) change_over();
-}
-
 // All threads do first what a cluster may do before it waits.
 inline void previous_kernel_ends() {
     arrive_at_cluster();
@@ -79,24 +72,13 @@ inline void previous_kernel_ends() {
 inline void run_clusters(int clusters, int size, int count) {
     gridDim = dim3(clusters * size);
     blockDim = dim3(count);
-    threads.resize(size * count);
     in_cluster = true;
     for (int i = 0; i < clusters; ++i) {
         const int cluster = last_block_first ? clusters - 1 - i : i;
         memset(cluster_memory, 0xff, size_t{kSharedOfBlock} * size);
         at_block();
-        for (Thread& thread : threads) begin_thread(thread);
-        for (bool left = true; left;) {
-            left = false;
-            for (current = 0; current < size * count; ++current) {
-                if (self().done) continue;
-                threadIdx = {static_cast<unsigned>(current % count), 0, 0};
-                blockIdx = {static_cast<unsigned>(cluster * size + current / count), 0, 0};
-                shared_memory = cluster_memory + byte_of(0);
-                swapcontext(&scheduler, &self().context);
-                left = true;
-            }
-        }
+        run_blocks(cluster * size, size,
+                   [](int rank) { shared_memory = cluster_memory + rank * kSharedOfBlock; });
         for (const uint64_t* inbox : inboxes)
             require(*inbox == 0, "less sent than an inbox is for");
         inboxes.clear();

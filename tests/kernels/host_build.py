@@ -56,6 +56,8 @@ def kernels(
     files = _with_includes([*sources, preamble], instead or {})
     files |= {name: text.replace(SHARED, ON_HOST) for name, text in files.items()}
     command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-w"]
+    # What the stand-ins keep is of one library: others of the process have their own.
+    command += ["-fvisibility=hidden", "-U_FORTIFY_SOURCE"]  # the latter refuses fibers' longjmp
     command += [*flags, "-isystem", str(headers), "-I", ".", "-include", preamble]
     link = [compiler, "-shared", *flags]
     version = (headers / "cuda.h").read_text()
@@ -142,7 +144,7 @@ def library(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             assert made not in _failed, _failed[made]  # said at once to the next test
-            for old in KEPT.glob(f"{name}-*.so"):
+            for old in KEPT.glob(f"{name}-{'?' * len(digest)}.so"):
                 old.unlink()
             with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=KEPT) as folder:
                 try:

@@ -9,7 +9,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -27,37 +29,83 @@ inline dim3 blockDim, gridDim;
 
 namespace host_cuda {
 
+// All of its members come, or end, before any goes on.
+struct Barrier {
+    int members = 0, came = 0, ended = 0;
+    int64_t phase = 0;
+
+    void look() {
+        if (!came || came + ended < members) return;
+        came = 0;
+        ++phase;
+    }
+    void arrive() {
+        ++came;
+        look();
+    }
+    void end() {
+        ++ended;
+        look();
+    }
+};
+
+// A thread's fiber lasts from one launch to the next. It is left and entered by _setjmp and
+// _longjmp: swapcontext asks the kernel for the signal mask each time.
 struct Thread {
-    ucontext_t context;
     std::unique_ptr<char[]> stack;
+    jmp_buf left_at;
+    const Barrier* barrier = nullptr;  // waits there for the phase
+    int64_t phase = 0;
     bool done = false;
-    int64_t block_barriers = 0, warp_barriers = 0, cluster_barriers = 0;
+    int64_t warp_barriers = 0, cluster_barriers = 0;
     float exchange[2] = {};
 };
 
 inline std::vector<Thread> threads;
-inline ucontext_t scheduler;
+inline std::vector<Barrier> of_blocks, of_warps;
+inline Barrier of_cluster;
+inline jmp_buf scheduler;
 inline int current = 0;
 inline void (*body)(void*);
 inline void* body_arguments;
 inline bool last_block_first = false;
 
 inline Thread& self() { return threads[current]; }
-inline void change_over() { swapcontext(&self().context, &scheduler); }
+inline Barrier& own_block() { return of_blocks[current / blockDim.x]; }
+inline Barrier& own_warp() { return of_warps[current / 32]; }
 
-inline void block_barrier() {
-    const int64_t mine = ++self().block_barriers;
-    const size_t first = current / blockDim.x * blockDim.x;
-    for (size_t i = first; i < first + blockDim.x; ++i)
-        while (!threads[i].done && threads[i].block_barriers < mine) change_over();
+inline void require(bool holds, const char* what) {
+    if (holds) return;
+    fprintf(stderr, "on the host: %s (block %u, thread %d)\n", what, blockIdx.x, current);
+    abort();
 }
 
+[[gnu::noinline]] inline void change_over() {
+    if (!_setjmp(self().left_at)) _longjmp(scheduler, 1);
+}
+
+inline void wait_for(const Barrier& barrier, int64_t phase) {
+    self().barrier = &barrier;
+    self().phase = phase;
+    while (barrier.phase < phase) change_over();
+}
+
+inline void pass(Barrier& barrier) {
+    const int64_t next = barrier.phase + 1;
+    barrier.arrive();
+    wait_for(barrier, next);
+}
+
+inline void block_barrier() { pass(own_block()); }
 inline void warp_barrier() {
-    const int64_t mine = ++self().warp_barriers;
-    const size_t first = current / 32 * 32;
-    for (size_t i = first; i < first + 32 && i < threads.size(); ++i)
-        while (!threads[i].done && threads[i].warp_barriers < mine) change_over();
+    ++self().warp_barriers;
+    pass(own_warp());
 }
+inline void arrive_at_cluster() {
+    require(of_cluster.phase == self().cluster_barriers++, "arrives twice, and never waits");
+    of_cluster.arrive();
+}
+inline void wait_for_cluster() { wait_for(of_cluster, self().cluster_barriers); }
 
 inline float shuffle_xor(float x, int mask) {
     const int side = self().warp_barriers % 2;
@@ -67,41 +115,69 @@ inline float shuffle_xor(float x, int mask) {
 }
 
 inline void run_thread() {
-    body(body_arguments);
-    self().done = true;
-    change_over();
+    for (;;) {
+        body(body_arguments);
+        self().done = true;
+        own_block().end();
+        own_warp().end();
+        of_cluster.end();
+        change_over();
+    }
 }
 
-inline void begin_thread(Thread& thread) {
+// The current thread, until it waits.
+[[gnu::noinline]] inline void resume() {
     constexpr size_t kStack = 128 << 10;
-    if (!thread.stack) thread.stack.reset(new char[kStack]);
-    thread.done = false;
-    thread.block_barriers = thread.warp_barriers = thread.cluster_barriers = 0;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = kStack;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, run_thread, 0);
+    if (_setjmp(scheduler)) return;
+    if (self().stack) _longjmp(self().left_at, 1);
+    self().stack.reset(new char[kStack]);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = self().stack.get();
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = nullptr;
+    makecontext(&context, run_thread, 0);
+    setcontext(&context);
+}
+
+// Runs blocks from `first` on, side by side, until all their threads have ended; before_each: is
+// told of the block whose thread is next.
+template <typename BeforeEach>
+void run_blocks(unsigned first, unsigned blocks, BeforeEach before_each) {
+    const int size = blockDim.x, count = blocks * size;
+    threads.resize(count);
+    of_blocks.assign(blocks, {size});
+    of_warps.clear();
+    for (int i = 0; i < count; i += 32) of_warps.push_back({count - i < 32 ? count - i : 32});
+    of_cluster = {count};
+    for (Thread& thread : threads) {
+        thread.barrier = nullptr;
+        thread.done = false;
+        thread.warp_barriers = thread.cluster_barriers = 0;
+    }
+    for (bool left = true, moved; left;) {
+        left = moved = false;
+        for (current = 0; current < count; ++current) {
+            if (self().done) continue;
+            left = true;
+            if (self().barrier && self().barrier->phase < self().phase) continue;
+            threadIdx = {static_cast<unsigned>(current % size), 0, 0};
+            blockIdx.x = first + current / size;
+            before_each(current / size);
+            resume();
+            moved = true;
+        }
+        require(moved || !left, "every thread waits at a barrier");
+    }
 }
 
 inline void run_grid(dim3 grid, dim3 block) {
     gridDim = grid;
     blockDim = block;
-    const int count = block.x;
-    threads.resize(count);
     for (unsigned y = 0; y < grid.y; ++y) {
         for (unsigned x = 0; x < grid.x; ++x) {
-            blockIdx = {last_block_first ? grid.x - 1 - x : x, y, 0};
-            for (Thread& thread : threads) begin_thread(thread);
-            for (bool left = true; left;) {
-                left = false;
-                for (current = 0; current < count; ++current) {
-                    if (self().done) continue;
-                    threadIdx = {static_cast<unsigned>(current), 0, 0};
-                    swapcontext(&scheduler, &self().context);
-                    left = true;
-                }
-            }
+            blockIdx = {0, y, 0};
+            run_blocks(last_block_first ? grid.x - 1 - x : x, 1, [](int) {});
         }
     }
 }

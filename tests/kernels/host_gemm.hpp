@@ -22,24 +22,12 @@ inline uint32_t shuffle(uint32_t x, int lane) {
 
 // The blocks of a cluster, at the same time.
 inline void run_cluster(unsigned first, unsigned size, dim3 block) {
-    const int count = static_cast<int>(size * block.x);
     blockDim = block;
-    threads.resize(count);
     in_cluster = true;
     memset(cluster_memory, 0xff, size_t{kSharedOfBlock} * size);
     at_block();
-    for (Thread& thread : threads) begin_thread(thread);
-    for (bool left = true; left;) {
-        left = false;
-        for (current = 0; current < count; ++current) {
-            if (self().done) continue;
-            threadIdx = {current % block.x, 0, 0};
-            blockIdx = {first + current / block.x, 0, 0};
-            shared_memory = cluster_memory + current / block.x * kSharedOfBlock;
-            swapcontext(&scheduler, &self().context);
-            left = true;
-        }
-    }
+    run_blocks(first, size,
+               [](int rank) { shared_memory = cluster_memory + rank * kSharedOfBlock; });
     in_cluster = false;
     shared_memory = cluster_memory;
 }
@@ -91,13 +79,8 @@ cudaError_t occupancy_of_clusters(int* count, void (*)(Parameters...),
 
 namespace offload {
 
-inline void cluster_arrive() { ++host_cuda::self().cluster_barriers; }
-
-inline void cluster_wait() {
-    const int64_t mine = host_cuda::self().cluster_barriers;
-    for (const host_cuda::Thread& other : host_cuda::threads)
-        while (!other.done && other.cluster_barriers < mine) host_cuda::change_over();
-}
+inline void cluster_arrive() { host_cuda::arrive_at_cluster(); }
+inline void cluster_wait() { host_cuda::wait_for_cluster(); }
 
 inline void store_to_block(float* mine, int rank, float x) {
     const auto at = reinterpret_cast<unsigned char*>(mine) - host_cuda::shared_memory;

@@ -1,6 +1,5 @@
 // Dynamic shared memory where kernels run on the host: poisoned before each block.
 #pragma once
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "host_cuda.hpp"
@@ -16,12 +15,6 @@ inline bool in_cluster = false;
 inline uint32_t shared_bytes = 0;
 inline long long block_seen = -1, launches = 0;
 inline void (*at_block)() = nullptr;
-
-inline void require(bool holds, const char* what) {
-    if (holds) return;
-    fprintf(stderr, "on the host: %s (block %u, thread %d)\n", what, blockIdx.x, current);
-    abort();
-}
 
 inline unsigned char* dynamic_shared() {
     if (in_cluster) return shared_memory;

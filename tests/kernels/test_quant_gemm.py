@@ -59,7 +59,8 @@ def host_library(ampere: bool = False) -> ctypes.CDLL:
     if ampere:
         instead["cluster.cuh"] = "#pragma once\n"
         flags[-1] = "-DHOST_WITHOUT_BULK_COPIES"
-    library = host_build.kernels("quant-gemm", sources, "host_gemm.hpp", instead, flags)
+    name = "quant-gemm-sm80" if ampere else "quant-gemm"
+    library = host_build.kernels(name, sources, "host_gemm.hpp", instead, flags)
     pointer = ctypes.POINTER(structs.QuantGemmStruct)
     library.offload_quant_gemm.argtypes = [pointer, ctypes.c_void_p]
     library.offload_last_error.restype = ctypes.c_char_p
