@@ -3,6 +3,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
+# Packages are compiled at their first import (see make_venv.sh), which Python has to keep: a test
+# that starts a process would else compile them all again.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-slow test-compat lint format clean
 
 PYTHON ?= python3
