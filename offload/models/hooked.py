@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,17 +18,10 @@ from torch import nn
 from offload.device import ComputeDevice
 from offload.errors import ClosedError, UnsupportedError
 from offload.models.parts import Part
-from offload.scheduler.stream import Stream
+from offload.scheduler.stream import Meeting, Stream
 from offload.trace import Trace
 
 KEPT_PASSES = 256  # times of the latest passes
-
-
-class Meeting(Protocol):
-    """Where the jobs of one thread wait for each other."""
-
-    def wait(self, site: int | None) -> None:
-        """Return when it is the turn of the layer of `site`; None: of the next pass."""
 
 
 class PassOwner:

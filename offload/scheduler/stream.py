@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +42,22 @@ class Link(Protocol):
 
     def mark(self) -> Any:
         """The point in the computation after all that was issued so far."""
+
+
+class Meeting(Protocol):
+    """Where passes that run in lock step wait for each other."""
+
+    def wait(self, site: int | None) -> None:
+        """Return when it is the turn of the layer of `site`; None: of the next pass."""
+
+    def shared(self, site: int) -> bool:
+        """Whether others are still to use the layer of `site` in its turn; a guess will do."""
+
+    def rest(self, site: int) -> None:
+        """The layer of `site` was used."""
+
+
+_WHEN_LOADED = object()  # stands for a point that is to be marked when it is needed
 
 
 @dataclass(slots=True)
@@ -82,15 +98,15 @@ class Stream:
         self._next = [(i + 1) % len(sites) for i in range(len(sites))]
         self._sure = [False] * len(sites)  # that what comes next is so: it came true last time
         self._again: set[int] = set()  # sites that were used several times in a row
+        self._shared = False  # in lock step: the layer used last is left to others
+        self._settled: int | None = None  # site whose loads ahead are all there or on their way
         self._depth = min(depth, slots - 1)
         self._where: dict[int, int] = {}
         self._site: int | None = None
         self._clock = 0
         self._pid = os.getpid()
-        # Called with a site before it is acquired and after it was released, unless a slot is in
-        # use: passes that run in lock step wait for each other there.
-        self.before: Callable[[int], None] | None = None
-        self.after: Callable[[int], None] | None = None
+        # Asked before a site is acquired and after it was released, unless a slot is in use.
+        self.meeting: Meeting | None = None
         self.trace: Listener | None = None
         self.stats = StreamStats(loads=[0] * (max(sites) + 1 if layers else 0))
 
@@ -109,8 +125,8 @@ class Stream:
                 "pinned memory did "
                 "not come along; call offload.run in the child, or start it with the 'spawn' method"
             )
-        if self.before is not None and not self._in_use():
-            self.before(site)
+        if self.meeting is not None and not self._in_use():
+            self.meeting.wait(site)
         self._learn(site)
         layer, trace = self._sites[site], self.trace
         if trace is not None:
@@ -147,22 +163,25 @@ class Stream:
         if index is None:
             return
         slot = self._slots[index]
-        # The mark comes first: Ctrl-C between the two must not free a slot that is still read.
-        slot.free_after = self._link.mark()
+        # In lock step the last user's point will do for all.
+        shared = self._shared = self.meeting is not None and self.meeting.shared(site)
+        # The point comes first: Ctrl-C between the two must not free a slot that is still read.
+        slot.free_after = _WHEN_LOADED if shared else self._link.mark()
         slot.users = max(0, slot.users - 1)
         if self.trace is not None:
             self.trace.computed(self._sites[site])
+        idle = slot.users == 0 and not self._in_use()
         if slot.users == 0:
             # What cannot be started here is tried again, and fails, where it is needed.
             with contextlib.suppress(Exception):
-                self._prefetch(keep=not self._done_with(site))
-        if self.after is not None and not self._in_use():
-            self.after(site)
+                self._prefetch(keep=not (idle and self._done_with(site)))
+        if self.meeting is not None and idle:
+            self.meeting.rest(site)
 
     def end_pass(self) -> None:
         """Nobody uses a slot any more, also after an exception in the middle of a pass."""
         for slot in self._slots:
-            if slot.users:
+            if slot.users or slot.free_after is _WHEN_LOADED:
                 slot.free_after = self._link.mark()
                 slot.users = 0
 
@@ -176,18 +195,17 @@ class Stream:
         return any(slot.users for slot in self._slots)
 
     def _done_with(self, site: int) -> bool:
-        """Whether it is sure that another layer comes next. In lock step others are still to use
-        this one.
-        """
-        in_step, again = self.before is not None, site in self._again
-        return self._sure[site] and site == self._site and not (in_step or again or self._in_use())
+        """Whether it is sure that another layer comes next, where none is in use."""
+        sure = self._sure[site] and site not in self._again
+        return sure and site == self._site and not self._shared
 
     def _learn(self, site: int) -> None:
         before, self._site = self._site, site
-        if before == site:
+        if before == site and not self._shared:
             self._again.add(site)
         if before is None or before == site:
             return
+        self._settled = None
         if self._next[before] == site:
             self._sure[before] = True
         elif self._sure[before]:  # once may be an exception, such as a new prompt's encoder
@@ -197,8 +215,8 @@ class Stream:
 
     def _prefetch(self, *, keep: bool) -> None:
         """Start what comes next; `keep`: not in place of the layer that was acquired last."""
-        site = self._site
-        if site is None:
+        site = first = self._site
+        if site is None or (keep and site == self._settled):
             return
         wanted = [self._sites[site]] if keep else []
         for _ in self._sites:  # a layer of several sites takes one place, not several
@@ -211,6 +229,8 @@ class Stream:
         for layer in wanted[1:] if keep else wanted:
             if layer not in self._where and self._free_slot(wanted) is not None:
                 self._load(layer, wanted)
+        if keep and all(layer in self._where for layer in wanted):
+            self._settled = first
 
     def _free_slot(self, wanted: Sequence[int]) -> int | None:
         """The slot used longest ago, of those that nobody uses or will use soon."""
@@ -227,6 +247,8 @@ class Stream:
             )
         slot = self._slots[index]
         self._forget(index)
+        if slot.free_after is _WHEN_LOADED:
+            slot.free_after = self._link.mark()
         slot.load = self._link.start(layer, index, slot.free_after)
         slot.layer = layer
         slot.last_use = self._clock
@@ -239,7 +261,7 @@ class Stream:
         if slot.layer is not None:
             # First of all: a load that Ctrl-C keeps from being dropped must not be found again.
             del self._where[slot.layer]
-            slot.layer = None
+            slot.layer = self._settled = None
         if slot.load is not None:
             self._link.drop(slot.load)
             slot.load = None

@@ -428,7 +428,7 @@ def check_usable(model: Any) -> None:
     """Nothing is held, and the model computes what it should."""
     owner = model.offload._owner
     assert owner.lockstep is None and owner.depth == 0
-    assert owner.stream.before is None and owner.stream.after is None
+    assert owner.stream.meeting is None
     assert not any(slot.users for slot in owner.stream._slots)
     work = requests("llama", [2, 3])
     want = [model.generate(**request) for request in work]

@@ -69,6 +69,7 @@ class LateDevice:
         self.log: list[int] = []  # layers, in the order in which their loads were started
         self.kernels: deque[KernelStep] = deque()
         self.issued = self.done = 0  # kernel steps
+        self.marks = 0  # points that were asked for
         self._wait_next: list[Load] = []
         self._started = self._awaited = 0
 
@@ -114,6 +115,7 @@ class LateDevice:
         self.run_some()
 
     def mark(self) -> int:
+        self.marks += 1
         return self.issued
 
     # -- the computation

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +29,18 @@ def use(stream: Stream, device: LateDevice, sites: list[int], site: int) -> None
     slot = stream.acquire(site)
     device.launch(slot, sites[site])
     stream.release(site)
+
+
+class Others:
+    """Users of a layer that are said to be still to come."""
+
+    def __init__(self, shared: Callable[[], bool]) -> None:
+        self._shared = shared
+
+    def wait(self, site: int | None) -> None: ...
+    def rest(self, site: int) -> None: ...
+    def shared(self, site: int) -> bool:
+        return self._shared()
 
 
 def run_pass(stream: Stream, device: LateDevice, sites: list[int], order: list[int]) -> list[int]:
@@ -81,7 +93,11 @@ def test_every_kernel_reads_its_own_layer(data: st.DataObject) -> None:
         fail_loads=data.draw(st.just(set()) | numbers, label="failing loads"),
         interrupts=data.draw(st.just(set()) | numbers, label="interrupts"),
     )
-    for _ in range(data.draw(st.integers(1, 5), label="passes")):
+    lockstep = data.draw(st.lists(st.booleans(), min_size=5, max_size=5), label="in lock step")
+    for number_of_pass in range(data.draw(st.integers(1, 5), label="passes")):
+        # Who are said to come need not come, and others may.
+        guess = Others(lambda: device.chance.random() < 0.5)
+        stream.meeting = guess if lockstep[number_of_pass] else None
         order = data.draw(passes(len(sites)), label="pass")
         stops_at = data.draw(st.none() | st.integers(0, len(order)), label="stops at")
         in_use: list[int] = []
@@ -308,16 +324,45 @@ def test_a_slot_is_filled_anew_as_soon_as_its_layer_was_used() -> None:
     device.run_all()
 
 
-def test_in_lock_step_a_layer_stays_for_the_others() -> None:
+def test_a_layer_that_comes_back_takes_no_place_of_the_next() -> None:
     stream, device = make(2, sites := list(range(4)))
     for _ in range(2):
         run_pass(stream, device, sites, sites)
-    stream.before = lambda site: None
-    loads = len(device.log)
-    for site in sites:
-        for _ in range(3):
-            use(stream, device, sites, site)
-    assert len(device.log) - loads <= len(sites)
+    use(stream, device, sites, 0)
+    assert device.present() == {1, 2}
+    stream.acquire(0)
+    assert device.present() == {0, 1}
+
+
+def test_in_lock_step_a_layer_stays_for_the_others_and_goes_behind_the_last() -> None:
+    stream, device = make(2, sites := list(range(4)))
+    for _ in range(2):
+        run_pass(stream, device, sites, sites)
+    left = 0
+    stream.meeting = Others(lambda: left > 0)
+    loads, marks = len(device.log), device.marks
+    for _ in range(2):
+        for site in sites:
+            for left in (2, 1, 0):
+                use(stream, device, sites, site)
+                kept = site if left else (site + 2) % 4
+                assert device.present() == {kept, (site + 1) % 4}
+    assert len(device.log) - loads == 2 * len(sites)
+    assert device.marks - marks == 2 * len(sites)
+    device.run_all()
+
+
+def test_in_lock_step_a_layer_that_each_uses_twice_stays() -> None:
+    stream, device = make(2, sites := list(range(4)))
+    left = 0
+    stream.meeting = Others(lambda: left > 0)
+    loads = 0
+    for _ in range(4):
+        loads = len(device.log)
+        for site in (0, 1, 1, 2, 3):
+            for left in (2, 1, 0):  # noqa: B007 -- who is to come asks for it
+                use(stream, device, sites, site)
+    assert len(device.log) - loads == len(sites)
     device.run_all()
 
 

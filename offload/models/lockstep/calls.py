@@ -75,6 +75,8 @@ class LockStep:
         self._jobs: list[_Job] = []  # those that have begun and not ended
         self._now: _Job | None = None
         self._hub = getcurrent()
+        self._at = 0  # site whose turn it is
+        self._left = 0  # jobs that are still to use it
         self._last: int | None = None  # site of the pass before
         self._ending = False
         self._around = self._surroundings()
@@ -104,6 +106,10 @@ class LockStep:
             self._let_go(job)
         job.site = site
         self._switch_out(job)
+
+    def shared(self, site: int) -> bool:
+        """Whether other jobs are still to use the layer of `site` in its turn."""
+        return self._left > 0 and site == self._at
 
     def rest(self, site: int) -> None:
         """The layer of `site` was used: behind the last one of a pass, let the others use it, too.
@@ -182,14 +188,14 @@ class LockStep:
         """One pass of every job that is live."""
         for job in list(self._jobs):
             self._resume(job, results)
-        at = 0
+        at = self._at = 0
         while waiting := [job for job in self._jobs if job.site is not None]:
             sites = {job.site for job in waiting if job.site is not None}
             # Whatever comes before has had its turn, and begins again from the first.
-            at = min(sites, key=lambda site: (site < at, site))
-            for job in waiting:
-                if job.site == at:
-                    self._resume(job, results)
+            at = self._at = min(sites, key=lambda site: (site < at, site))
+            turn = [job for job in waiting if job.site == at]
+            for self._left, job in zip(reversed(range(len(turn))), turn, strict=True):
+                self._resume(job, results)
             for job in [job for job in waiting if job.rests]:
                 self._resume(job, results)
         self._last = at
@@ -269,10 +275,10 @@ def run_together(
             raise UnsupportedError("together() within a forward of the same model")
         steps = owner.lockstep = LockStep(owner, model, device, name)
         if owner.stream is not None:
-            owner.stream.before, owner.stream.after = steps.wait, steps.rest
+            owner.stream.meeting = steps
         try:
             return steps.run(calls, live)
         finally:
             owner.lockstep = None
             if owner.stream is not None:
-                owner.stream.before = owner.stream.after = None
+                owner.stream.meeting = None
