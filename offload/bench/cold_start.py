@@ -15,8 +15,8 @@ from offload.bench.bounds import read_rate
 from offload.bench.files import drop_cache, weight_files
 from offload.bench.memory import gpu_limit, reset_peaks
 from offload.bench.result import machine
+from offload.bench.setup import Setup
 from offload.bench.subject import Sizes, Subject
-from offload.bench.throughput import Setup
 from offload.bench.workload import Workload
 
 

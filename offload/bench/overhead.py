@@ -11,8 +11,8 @@ import torch
 
 from offload.bench.bounds import copy_rates
 from offload.bench.result import machine
+from offload.bench.setup import Setup
 from offload.bench.subject import Sizes, Subject
-from offload.bench.throughput import Setup
 from offload.bench.workload import Clock, Workload
 from offload.sizes import format_size
 

@@ -71,6 +71,17 @@ class Timing:
         """Median seconds of the whole."""
         return statistics.median(self.totals)
 
+    def compared_with(self, wanted: Timing, name: str = "resident") -> str:
+        """Whether the run called `name` computed the same, in words."""
+        assert self.tokens is not None and wanted.tokens is not None
+        same = int((self.tokens == wanted.tokens).sum())
+        tokens = f"{same} of {wanted.tokens.numel()} tokens equal to {name}"
+        pairs = list(zip(self.logits, wanted.logits, strict=True))
+        if all(torch.equal(a, b) for a, b in pairs):
+            return f"{tokens}, logits equal"
+        difference = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+        return f"{tokens}, logits differ by {difference:.3g} at most"
+
 
 class Clock:
     """Points in time of the compute device: events on a GPU, where the host runs ahead."""

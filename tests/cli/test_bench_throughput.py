@@ -15,7 +15,6 @@ from offload.bench.memory import gpu_limit
 from offload.bench.random_model import random_model, tensor_shapes
 from offload.bench.shapes import SHAPES, shape_config
 from offload.bench.subject import Sizes, Subject
-from offload.bench.throughput import _compare
 from offload.bench.workload import Timing, Workload, measure
 from offload.kernels.weight_format import WeightFormat
 from offload.models.quantized.modules import quantised_weights
@@ -251,7 +250,7 @@ def test_first_steps_are_in_the_mean_and_not_in_the_median() -> None:
 def test_a_difference_is_told() -> None:
     a = Timing(tokens=torch.tensor([[1, 2]]), logits=[torch.tensor([[1.0, 2.0]])])
     b = Timing(tokens=torch.tensor([[1, 3]]), logits=[torch.tensor([[1.0, 2.5]])])
-    assert _compare(a, b) == "1 of 2 tokens equal to resident, logits differ by 0.5 at most"
+    assert a.compared_with(b) == "1 of 2 tokens equal to resident, logits differ by 0.5 at most"
 
 
 @pytest.mark.parametrize("size", [4096, (9 << 20) + 5])

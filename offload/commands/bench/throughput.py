@@ -22,8 +22,8 @@ from offload.commands.arguments import (
 from offload.commands.console import quiet_transformers, show
 
 if TYPE_CHECKING:
+    from offload.bench.setup import Setup
     from offload.bench.subject import Subject
-    from offload.bench.throughput import Setup
     from offload.bench.workload import Workload
 
 # Arguments that the other measurements of this command do not heed.
@@ -173,7 +173,7 @@ def _work(args: argparse.Namespace) -> Workload:
 
 def _setup(args: argparse.Namespace) -> Setup:
     """Where weights rest, and what may be used."""
-    from offload.bench.throughput import Setup
+    from offload.bench.setup import Setup
 
     places = args.device_map
     if places is None:
