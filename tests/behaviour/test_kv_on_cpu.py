@@ -25,9 +25,10 @@ from offload.errors import BudgetError, UnsupportedError
 from offload.models.fused import prompt
 from offload.models.fused.decoder import FusedEngine
 from offload.models.kv import host_kv
-from offload.models.kv.host_columns import SPARE, HostColumns, in_place
+from offload.models.kv.host_columns import HostColumns
 from offload.models.kv.host_kv import HostKv
 from offload.models.kv.layer import KvLayer
+from offload.models.kv.split_rows import SPARE, in_place
 from offload.row_copies import HostCopies
 from offload.scheduler import kv_pieces
 from offload.scheduler.kv_pieces import evenly

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from offload.kernels.quantize_rows import QuantizeRows
 from offload.store.layout import align
 
 SCALE = torch.float32
-SPARE = -1  # stands for a row beside the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +99,6 @@ class HostColumns:
         if scales is not None:
             scales = scales[:, :, :columns].index_select(0, rows)
         return HostColumns(self.stored[:, :, :columns].index_select(0, rows), scales, self.dtype)
-
-
-def in_place(sources: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Copies (target, source) that permute rows in place: after them each target row has what its
-    source had before. Each row is copied once, and one of every cycle twice, by way of the row
-    SPARE.
-    """
-    pending = {target: source for target, source in sources.items() if target != source}
-    readers = Counter(pending.values())
-    ready = [target for target in pending if not readers[target]]
-    while pending:
-        if not ready:  # nothing but cycles is left
-            target = next(iter(pending))
-            yield SPARE, target
-            pending = {t: SPARE if s == target else s for t, s in pending.items()}
-            ready.append(target)
-        target = ready.pop()
-        source = pending.pop(target)
-        yield target, source
-        readers[source] -= 1
-        if source in pending and not readers[source]:
-            ready.append(source)
 
 
 def halves(

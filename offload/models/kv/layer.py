@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from offload.models.kv.host_columns import SPARE, HostColumns, in_place
+from offload.models.kv.host_columns import HostColumns
 from offload.models.kv.host_kv import GpuShare, HostBlock, HostKv
+from offload.models.kv.split_rows import SPARE, RowMoves, SplitRows, first_columns
 from offload.models.specs.spec import ModelSpec
 
 MAX_AHEAD = 4096  # columns allocated before they are needed, where the final length is known
@@ -259,7 +260,8 @@ class KvLayer(CacheLayerMixin):
         stays = count == self.batch_size
         cpu_rows = self.rows_on_cpu if stays else self.common.rows_for_cpu(count)
         if self.host_keys is None and not cpu_rows:
-            kept = [_first(x, rows, self.length) for x in self._on_device()]
+            buffers = [x for x in self._on_device() if x is not None]
+            kept = [first_columns(x, rows, self.length) for x in buffers]
             if not stays:
                 self._allocate((count, *self.key_buffer.shape[1:]), 0, self.key_buffer)
             for now, found in zip(self._on_device(), kept, strict=True):
@@ -273,79 +275,49 @@ class KvLayer(CacheLayerMixin):
         that stay, only rows that move are touched: each crosses the link once, or is copied once
         within CPU memory.
         """
-        assert self.key_buffer is not None
+        assert self.key_buffer is not None and self.value_buffer is not None
         self.common.settle()
         self.common.writes.changes += 1
-        on_device, on_cpu, split = self._on_device(), self._on_cpu(), self.key_buffer.shape[0]
         block = self._block  # for as long as it is read
-        places = torch.arange(rows.numel())
-        moved = places[rows != places] if stays else places
-        first = rows.numel() - cpu_rows  # in CPU memory
-        up, down = moved[moved < first], moved[moved >= first]
+        before = [
+            SplitRows(self.key_buffer, self.host_keys, self.length),
+            SplitRows(self.value_buffer, self.host_values, self.length),
+        ]
+        there = self.rows_on_cpu
+        moves = RowMoves.of(rows, (self.key_buffer.shape[0], there), cpu_rows, stays)
         # All that may fail comes before anything is written.
-        sides = list(zip(on_device, on_cpu, strict=True))
-        to_device = [self._read_on_device(*pair, rows[up]) for pair in sides]
-        crosses = rows[down] < split
-        to_cpu = [self._stored_on_cpu(*pair, rows[down[crosses]]) for pair in sides]
-        spare = on_cpu[0].spare_row(self.length) if stays and on_cpu[0] is not None else None
+        up = [side.to_device(moves.up_from) for side in before]
+        down = [side.to_cpu(moves.down_from, self._int8_on_cpu) for side in before]
+        spare = None
+        if stays and self.host_keys is not None:
+            spare = self.host_keys.spare_row(self.length)
         if not stays:
             self._allocate((rows.numel(), *self.key_buffer.shape[1:]), cpu_rows, self.key_buffer)
-        # Rows for CPU memory are numbered: those that were there, then those that came down.
-        there = 0 if on_cpu[0] is None else on_cpu[0].shape[0]
-        sources = rows[down] - split
-        sources[crosses] = there + torch.arange(int(crosses.sum()))
-        wanted = dict(zip((down - first).tolist(), sources.tolist(), strict=True))
-        order = list(in_place(wanted) if stays else wanted.items())
-        for now, before, came in zip(self._on_cpu(), on_cpu, to_cpu, strict=True):
-            for target, source in order:
+        for now, side, came in zip(self._on_cpu(), before, down, strict=True):
+            for target, source in moves.copies:
                 to = spare if target == SPARE or now is None else now[target : target + 1]
                 found = spare
                 if source >= there:
                     found = came[source - there : source - there + 1]
-                elif source != SPARE and before is not None:
-                    found = before[source : source + 1]
+                elif source != SPARE and side.on_cpu is not None:
+                    found = side.on_cpu[source : source + 1]
                 assert to is not None and found is not None
                 to.take(found, self.length)
-        for buffer, kept in zip(self._on_device(), to_device, strict=True):
+        for buffer, kept in zip(self._on_device(), up, strict=True):
             assert buffer is not None
-            buffer[:, :, : self.length].index_copy_(0, up.to(buffer.device), kept)
+            buffer[:, :, : self.length].index_copy_(0, moves.up.to(buffer.device), kept)
         del block
 
-    def _read_on_device(
-        self, on_device: torch.Tensor | None, on_cpu: HostColumns | None, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """`rows` of a batch that lies in two buffers, on the compute device."""
-        assert on_device is not None
-        split, (_, heads, _, width) = on_device.shape[0], on_device.shape
-        found = on_device.new_empty((rows.numel(), heads, self.length, width))
-        first = rows < split
-        if bool(first.any()):
-            found[first.to(on_device.device)] = _first(on_device, rows[first], self.length)
-        if on_cpu is not None and not bool(first.all()):
-            kept = on_cpu.picked(rows[~first] - split, self.length).read(self.length)
-            found[~first.to(on_device.device)] = kept.to(on_device.device)
-        return found
-
-    def _stored_on_cpu(
-        self, on_device: torch.Tensor | None, on_cpu: HostColumns | None, rows: torch.Tensor
-    ) -> HostColumns:
-        """Rows of the compute device in CPU memory, as they are kept there."""
-        assert on_device is not None
-        _, heads, _, width = on_device.shape
-        home = self.common.host
-        int8 = home is not None and home.int8 if on_cpu is None else on_cpu.scales is not None
-        shape = (rows.numel(), heads, self.length, width)
-        found = HostColumns.empty(shape, on_device.dtype, int8)
-        found.write(0, _first(on_device, rows, self.length))
-        return found
+    @property
+    def _int8_on_cpu(self) -> bool:
+        """Whether what goes to CPU memory goes as int8: as what is there is kept, else as the rows
+        of a new buffer will be.
+        """
+        if self.host_keys is not None:
+            return self.host_keys.scales is not None
+        return self.common.host is not None and self.common.host.int8
 
     def offload(self) -> None:
         raise NotImplementedError("keys and values of the fused engine stay where they are")
 
     prefetch = offload
-
-
-def _first(buffer: torch.Tensor | None, rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """The first columns of those rows."""
-    assert buffer is not None
-    return buffer[:, :, :columns].index_select(0, rows.to(buffer.device))
