@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ClosedError,
         JobError,
         MissingWeightError,
+        ModelNotFoundError,
         OffloadError,
         UnsupportedError,
     )

@@ -1,11 +1,8 @@
-"""The offloaded model: the transformers model itself, with `model.offload` beside its own
-attributes.
-"""
+"""`model.offload`: what is known of an offloaded model, and done with it."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,20 +10,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from offload.device import ComputeDevice
-from offload.errors import UnsupportedError
 from offload.measure import measure_rates
 from offload.models.fused.decoder import FusedEngine
 from offload.models.fused.host_rows import CpuWork
 from offload.models.hooked import NotCopied, PassOwner
-from offload.models.install import all_bindings, refuse_move
+from offload.models.install import all_bindings
 from offload.models.kv.streamed_kv import StreamedWork
 from offload.models.lockstep.calls import run_together
 from offload.models.lockstep.micro_batches import DEFAULT_SIZE, MicroBatches
+from offload.models.offloaded_class import become_offloaded
 from offload.models.parts import ModelParts
-from offload.models.placeholder import Placeholder
 from offload.models.quantized.modules import (
     linears_in_int8,
     quantised_weights,
@@ -34,7 +29,7 @@ from offload.models.quantized.modules import (
 )
 from offload.report import Report
 from offload.scheduler.cost import Rates
-from offload.scheduler.plan import Plan, Tier
+from offload.scheduler.plan import Plan
 from offload.scheduler.planner import Planned
 from offload.store import WeightStore
 from offload.store.pack import Pack
@@ -75,13 +70,16 @@ class Offload(NotCopied):
         self._rates: Rates | None = None
         self._picture: Picture | None = None
         self._release: Callable[[], None] = weakref.finalize(model, _release, owner, store, pack)
-        _become_offloaded(model, device.torch_device, parts, plan)
-        model.offload = self  # type: ignore[assignment]
+        become_offloaded(self, parts, plan)
 
     @property
     def closed(self) -> bool:
         """Whether the weights were released."""
         return self._owner.closed
+
+    def refuse_closed(self) -> None:
+        """Raises ClosedError once the weights were released."""
+        self._owner.refuse_closed()
 
     def prepare_cache(self, cache: Any, max_length: int) -> None:
         """Let a cache that will be passed to the model know how many columns it will get."""
@@ -136,7 +134,7 @@ class Offload(NotCopied):
         device, stream = self._device, self._owner.stream
         if path is not None and not isinstance(path, (str, os.PathLike)):  # open() takes numbers
             raise TypeError(f"trace() takes the path of a file or None, got {path!r}")
-        self._owner.refuse_closed()
+        self.refuse_closed()
         if device.trace is not None:
             raise ValueError("this model is being traced already: end that block first")
         with contextlib.ExitStack() as stack:
@@ -287,94 +285,3 @@ def _release(owner: PassOwner, store: WeightStore, pack: Pack | None) -> None:
     store.close()
     if pack is not None:
         pack.remove()
-
-
-def _become_offloaded(
-    model: PreTrainedModel, device: torch.device, parts: ModelParts, plan: Plan
-) -> None:
-    """Give the object a class of its own, with the name and module of its old one."""
-    cls = type(model)
-    body = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "from_pretrained": cls.from_pretrained,  # what it makes is a plain model
-    }
-    model.__class__ = type(cls.__name__, (_OffloadedModel, cls), body)
-    compute: Any = device.index if device.type == "cuda" else "cpu"
-    names = {Tier.DEVICE: compute, Tier.CPU: "cpu", Tier.NVME: "disk"}
-    # The compute device comes first: transformers sends inputs to the first entry, and compiles
-    # over no entry of "cpu" or "disk".
-    model.hf_device_map = {  # type: ignore[assignment]
-        "": compute,
-        **{
-            part.layer.name: names[tier]
-            for part, tier in zip(parts.layers, plan.tiers, strict=True)
-            if tier is not Tier.DEVICE
-        },
-    }
-
-
-class _OffloadedModel(NotCopied, PreTrainedModel):
-    """What is different about an offloaded model, mixed in before the model's own class."""
-
-    offload: Offload
-
-    def __enter__(self) -> PreTrainedModel:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.offload.close()
-
-    @property
-    def device(self) -> torch.device:
-        """Where layers run and inputs belong."""
-        return self.offload.device
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The model itself, if it is there already and has that dtype; an offloaded model cannot be
-        moved or cast.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        here = (
-            device is None
-            or device == self.device
-            or (device.type == "cuda" == self.device.type and device.index is None)
-        )
-        if here and (dtype is None or dtype == self.dtype):
-            return self
-        refuse_move()
-
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the plain model; the fused engine learns how long the sequences may become."""
-        prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
-        # Older releases keep a static cache for the next call, which may be another job's.
-        vars(self).pop("_cache", None)
-        result = prepare(*args, **kwargs)
-        given = inspect.signature(prepare).bind(*args, **kwargs).arguments
-        caches = given.get("model_kwargs", {})
-        cache = caches.get("cache", caches.get("past_key_values"))
-        self.offload.prepare_cache(cache, given.get("max_cache_length", 0))
-        return result
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the plain model; a closed one, or one with quantised weights, writes no file."""
-        self.offload._owner.refuse_closed()
-        if any(True for _ in quantised_weights(self)):
-            # It would write their codes, and a config that says nothing of them.
-            raise UnsupportedError(
-                "save_pretrained() of a model with quantised weights: copy their folder instead, "
-                "or write one with offload.pack()"
-            )
-        return super().save_pretrained(*args, **kwargs)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the plain model, unless the embedding or the head is streamed."""
-        for module in (self.get_input_embeddings(), self.get_output_embeddings()):
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Placeholder):
-                raise UnsupportedError(
-                    f"{weight.weight} is streamed and cannot change its size: resize the "
-                    "plain model first, or leave the embedding out of device_map"
-                )
-        return super().resize_token_embeddings(*args, **kwargs)
