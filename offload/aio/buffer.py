@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from . import regions, system
-from .cudart import Cudart, cuda_state
+from . import regions
 from .errors import AioClosedError
 from .extension import _aio
-from .hints import memlock_hint
 from .mapping import HUGE_PAGE, Huge, Mapping
-
-Lock = Literal["auto", "cuda", "mlock", False]
+from .pinning import Chunk, Lock, Pin, release
 
 # Lends the memory to memoryview and NumPy also before Python 3.12, which knows `__buffer__`.
 _Exporter: type = _aio.BufferExporter if _aio is not None else object
-
-_TOUCH_PIECE = 64 << 20  # what one thread touches at a time
-_MAX_TOUCH_THREADS = 16
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A populated range of a buffer: one registration, so one copy may lie anywhere inside it."""
-
-    start: int
-    stop: int
-    registered: bool  # pinned for the GPU (cudaHostRegister)
-    locked: bool  # cannot be swapped out (registered, or mlock)
-    reason: str  # how, or why not
 
 
 class AlignedBuffer(_Exporter):
@@ -58,7 +38,7 @@ class AlignedBuffer(_Exporter):
         self._mapping = Mapping(nbytes, huge)
         self._huge = huge
         self._guard = threading.Lock()
-        self._pin = _Pin(lock)
+        self._pin = Pin(lock)
         self._chunks: list[Chunk] = []
         self._open_array()
 
@@ -66,7 +46,7 @@ class AlignedBuffer(_Exporter):
         # Every view of the memory holds this array; the memory goes when the last view has gone.
         array = (ctypes.c_ubyte * self.nbytes).from_address(self._mapping.address)
         self._array: ctypes.Array[ctypes.c_ubyte] | None = array
-        self._release = weakref.finalize(array, _release, self._mapping, self._pin)
+        self._release = weakref.finalize(array, release, self._mapping, self._pin)
         # At exit the kernel takes it, after every thread has stopped.
         self._release.atexit = False
 
@@ -108,7 +88,7 @@ class AlignedBuffer(_Exporter):
     def huge_share(self) -> float:
         """Share of the populated memory that huge pages back (from /proc/self/smaps)."""
         self._live()
-        return _huge_share(self._mapping.address, self._mapping.nbytes)
+        return self._mapping.huge_share()
 
     @property
     def huge_reason(self) -> str:
@@ -162,7 +142,7 @@ class AlignedBuffer(_Exporter):
         try:
             # Whole pages: the slack behind the last byte belongs to this mapping too.
             end = self._mapping.nbytes if stop == self.nbytes else stop
-            _touch(self._mapping.address + start, end - start)
+            self._mapping.touch(start, end)
             done = self._pin.pin(self._mapping.address, start, stop, end)
         except BaseException:
             with self._guard:
@@ -271,111 +251,3 @@ def alloc(
     elif chunks is not None:
         raise ValueError("chunks needs populate=True; call populate(start, stop) for each instead")
     return buffer
-
-
-class _Pin:
-    """How one buffer's chunks are locked; remembers what to undo."""
-
-    def __init__(self, kind: Lock) -> None:
-        self.runtime: Cudart | None = None
-        self.device: int | None = None
-        self.why_not_cuda = "pinning for the GPU was not asked for"
-        self.mlock = kind in ("auto", "mlock")
-        self.wanted = kind
-        self.pid = os.getpid()
-        self.registered: list[int] = []
-        self.regions: list[int] = []
-        if kind in ("auto", "cuda"):
-            self.runtime, self.device, self.why_not_cuda = cuda_state()
-
-    def pin(self, base: int, start: int, stop: int, end: int) -> Chunk:
-        address, nbytes = base + start, end - start
-        reason = self.why_not_cuda
-        if self.runtime is not None:
-            failed = self.runtime.register(address, nbytes, self.device)
-            if failed is None:
-                self.registered.append(address)
-                return Chunk(start, stop, True, True, "cudaHostRegister")
-            reason = failed
-        if not self.mlock:
-            return Chunk(start, stop, False, False, reason)
-        if system.libc.mlock(address, nbytes) == 0:
-            return Chunk(start, stop, False, True, f"mlock ({reason})")
-        why = os.strerror(ctypes.get_errno())
-        return Chunk(
-            start, stop, False, False, f"{reason}; mlock of {nbytes} bytes: {why}; {memlock_hint()}"
-        )
-
-
-def _release(mapping: Mapping, pin: _Pin) -> None:
-    for region in pin.regions:
-        regions.remove(region)
-    if os.getpid() != pin.pid:
-        return  # a forked child never had these pages (MADV_DONTFORK), nor the CUDA context
-    _kept.append((mapping, pin))
-    _give_back()
-
-
-# Memory that CUDA has not let go of yet; asked for again whenever a buffer goes.
-_kept: list[tuple[Mapping, _Pin]] = []
-
-
-def _give_back() -> None:
-    for _ in range(len(_kept)):
-        try:
-            mapping, pin = _kept.pop(0)
-        except IndexError:  # another thread's
-            return
-        runtime = pin.runtime
-        if runtime is not None:
-            pin.registered = [a for a in pin.registered if not runtime.unregister(a)]
-        if pin.registered:
-            _kept.append((mapping, pin))
-        else:
-            mapping.close()
-
-
-def _touch(address: int, nbytes: int) -> None:
-    """Have the kernel provide the pages now, by as many threads as help."""
-    pieces = [(at, min(_TOUCH_PIECE, nbytes - at)) for at in range(0, nbytes, _TOUCH_PIECE)]
-    threads = min(len(pieces), len(os.sched_getaffinity(0)), _MAX_TOUCH_THREADS)
-    if threads <= 1:
-        for at, size in pieces:
-            _touch_piece(address + at, size)
-        return
-    with ThreadPoolExecutor(threads, "offload-touch") as pool:
-        list(pool.map(lambda piece: _touch_piece(address + piece[0], piece[1]), pieces))
-
-
-def _touch_piece(address: int, nbytes: int) -> None:
-    # Through ctypes the GIL is free: the threads fault in parallel. Unlike a write from user
-    # space, this reports a page that cannot be had instead of killing the process.
-    code = system.madvise(address, nbytes, system.MADV_POPULATE_WRITE)
-    if code == 22:  # EINVAL: a kernel older than 5.14
-        ctypes.memset(address, 0, nbytes)
-    elif code:
-        raise MemoryError(f"touching {nbytes} bytes: {os.strerror(code)}")
-
-
-def _huge_share(address: int, nbytes: int) -> float:
-    """Bytes on huge pages / resident bytes, over the mappings inside [address, +nbytes)."""
-    resident = huge = 0
-    inside = False
-    page = 4
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            name, _, rest = line.partition(" ")
-            if not name.endswith(":"):
-                low, _, high = name.partition("-")
-                inside = int(low, 16) < address + nbytes and int(high, 16) > address
-            elif inside:
-                if name == "KernelPageSize:":
-                    page = int(rest.split()[0])
-                elif name == "Rss:":
-                    resident += int(rest.split()[0])
-                elif name == "AnonHugePages:":
-                    huge += int(rest.split()[0])
-                elif name == "Private_Hugetlb:" and page > 4:
-                    huge += int(rest.split()[0])
-                    resident += int(rest.split()[0])
-    return huge / resident if resident else 0.0

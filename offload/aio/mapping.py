@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from . import system
@@ -12,6 +14,8 @@ from .system import libc
 Huge = Literal["auto", "hugetlb", "thp", False]
 
 HUGE_PAGE = 2 << 20
+_TOUCH_PIECE = 64 << 20  # what one thread touches at a time
+_MAX_TOUCH_THREADS = 16
 
 
 class Mapping:
@@ -87,6 +91,26 @@ class Mapping:
         self._advise_huge()
         system.madvise(self.address, self.nbytes, system.MADV_DONTFORK)
 
+    def touch(self, start: int, stop: int) -> None:
+        """Have the kernel provide the pages of [start, stop) now, by as many threads as help.
+        Raises MemoryError where one cannot be had.
+        """
+        pieces = [
+            (self.address + at, min(_TOUCH_PIECE, stop - at))
+            for at in range(start, stop, _TOUCH_PIECE)
+        ]
+        threads = min(len(pieces), len(os.sched_getaffinity(0)), _MAX_TOUCH_THREADS)
+        if threads <= 1:
+            for piece in pieces:
+                _touch_piece(*piece)
+            return
+        with ThreadPoolExecutor(threads, "offload-touch") as pool:
+            list(pool.map(lambda piece: _touch_piece(*piece), pieces))
+
+    def huge_share(self) -> float:
+        """Bytes on huge pages over resident bytes (from /proc/self/smaps); 0 where none are."""
+        return _huge_share(self.address, self.nbytes)
+
     def read(self, nbytes: int) -> bytes:
         """A copy of the first bytes."""
         return ctypes.string_at(self.address, nbytes)
@@ -101,6 +125,40 @@ class Mapping:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _touch_piece(address: int, nbytes: int) -> None:
+    # Through ctypes the GIL is free: the threads fault in parallel. Unlike a write from user
+    # space, this reports a page that cannot be had instead of killing the process.
+    code = system.madvise(address, nbytes, system.MADV_POPULATE_WRITE)
+    if code == errno.EINVAL:  # a kernel older than 5.14
+        ctypes.memset(address, 0, nbytes)
+    elif code:
+        raise MemoryError(f"touching {nbytes} bytes: {os.strerror(code)}")
+
+
+def _huge_share(address: int, nbytes: int) -> float:
+    """Bytes on huge pages / resident bytes, over the mappings inside [address, +nbytes)."""
+    resident = huge = 0
+    inside = False
+    page = 4
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                low, _, high = name.partition("-")
+                inside = int(low, 16) < address + nbytes and int(high, 16) > address
+            elif inside:
+                if name == "KernelPageSize:":
+                    page = int(rest.split()[0])
+                elif name == "Rss:":
+                    resident += int(rest.split()[0])
+                elif name == "AnonHugePages:":
+                    huge += int(rest.split()[0])
+                elif name == "Private_Hugetlb:" and page > 4:
+                    huge += int(rest.split()[0])
+                    resident += int(rest.split()[0])
+    return huge / resident if resident else 0.0
 
 
 def _thp_mode() -> str:

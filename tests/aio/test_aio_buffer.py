@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from offload import aio
-from offload.aio import buffer as buffers
-from offload.aio import extension, mapping
+from offload.aio import extension, mapping, pinning
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -280,7 +279,7 @@ def test_a_registration_that_is_refused_leaves_usable_memory(monkeypatch):
             return True
 
     undone: list[int] = []
-    monkeypatch.setattr(buffers, "cuda_state", lambda: (Refusing(), 0, "a stand-in"))
+    monkeypatch.setattr(pinning, "cuda_state", lambda: (Refusing(), 0, "a stand-in"))
     buffer = aio.alloc(8 * MIB, lock="cuda", chunks=[HUGE, 4 * MIB, HUGE])
     assert [chunk.registered for chunk in buffer.chunks] == [True, False, True]
     assert not buffer.registered
@@ -316,17 +315,17 @@ def test_memory_that_stays_registered_is_not_given_back(monkeypatch):
             return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
 
     runtime = Capturing()
-    monkeypatch.setattr(buffers, "cuda_state", lambda: (runtime, 0, "a stand-in"))
+    monkeypatch.setattr(pinning, "cuda_state", lambda: (runtime, 0, "a stand-in"))
     buffer = aio.alloc(HUGE, lock="cuda")
     address = buffer.address
     buffer.close()
     del buffer
     gc.collect()
-    assert mapped(address) and len(buffers._kept) == 1
+    assert mapped(address) and len(pinning._kept) == 1
     runtime.busy = False
     aio.alloc(HUGE, lock="cuda").close()
     gc.collect()
-    assert buffers._kept == []
+    assert pinning._kept == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
