@@ -135,10 +135,9 @@ def _sites(parts: ModelParts, plan: Plan) -> list[int]:
 def _explain_memory(plan: Plan) -> str:
     return (
         f"offload: on the compute device stand {format_size(plan.outside_bytes)} outside the "
-        f"layers, {plan.count(Tier.DEVICE)} resident "
-        f"layers of {format_size(plan.weight_bytes(Tier.DEVICE))}, and {plan.slots} slots of "
-        f"{format_size(plan.slot_bytes)}; "
-        f"{format_size(plan.reserve_bytes)} was kept free for activations and KV cache. Lower the "
-        f"batch or the length, or pass the "
-        "batch_size and max_length that you use, or a smaller max_memory[0] or prefetch"
+        f"layers, {plan.count(Tier.DEVICE)} resident layers of "
+        f"{format_size(plan.weight_bytes(Tier.DEVICE))}, and {plan.slots} slots of "
+        f"{format_size(plan.slot_bytes)}; {format_size(plan.reserve_bytes)} was kept free for "
+        "activations and KV cache. Lower the batch or the length, or pass the batch_size and "
+        "max_length that you use, or a smaller max_memory[0] or prefetch"
     )

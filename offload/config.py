@@ -191,8 +191,7 @@ def _tiers(device_map: str | Mapping[str, Any], compute: torch.device) -> dict[s
             return {"": _TIER_NAMES[device_map]}
         raise ValueError(
             f"device_map={device_map!r} is not known; use 'auto', 'cpu', 'nvme' (or 'disk'), or a "
-            f"dict of module names "
-            "to 0, 'cpu' or 'nvme'"
+            "dict of module names to 0, 'cpu' or 'nvme'"
         )
     if not isinstance(device_map, Mapping):
         raise TypeError(f"device_map must be a string or a dict, got {device_map!r}")

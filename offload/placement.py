@@ -90,8 +90,7 @@ def own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> lis
     if unknown:
         raise ValueError(
             f"device_map names modules that {type(network).__name__} does not have: "
-            f"{', '.join(map(repr, unknown))}; "
-            f"its layers are {next(iter(layers))!r} and so on"
+            f"{', '.join(map(repr, unknown))}; its layers are {next(iter(layers))!r} and so on"
         )
     inside = [n for n in tiers if any(n.startswith(f"{layer}.") for layer in layers)]
     if inside:
@@ -171,8 +170,8 @@ def _plan(
     if config.asked_to_offload and not plan.streamed_bytes:
         raise BudgetError(
             f"device_map={config.device_map!r} asks for offloading, but none of the {len(sizes)} "
-            f"layers "
-            f"({format_size(sum(s.weight_bytes for s in sizes))}) was placed off the compute device"
+            f"layers ({format_size(sum(s.weight_bytes for s in sizes))}) was placed off the "
+            "compute device"
         )
     return plan
 

@@ -151,18 +151,15 @@ class Report:
         for tier in Tier:
             nbytes = plan.weight_bytes(tier)
             moved = 0 if tier is Tier.DEVICE else nbytes
-            lines.append(
-                f"  "
-                f"{_TIER_TEXT[tier]:<18}{plan.count(tier):>8}{format_size(nbytes):>14}{format_size(moved):>18}"
-            )
+            numbers = f"{plan.count(tier):>8}{format_size(nbytes):>14}{format_size(moved):>18}"
+            lines.append(f"  {_TIER_TEXT[tier]:<18}{numbers}")
         lines.append(
             f"  {'outside the layers':<26}{format_size(plan.outside_bytes):>14}{format_size(0):>18}"
         )
         if plan.slots:
             lines.append(
                 f"  {plan.slots} slots of {format_size(plan.slot_bytes)}, {plan.depth} loads "
-                f"ahead; "
-                f"{format_size(plan.ring_bytes)} for disk reads; "
+                f"ahead; {format_size(plan.ring_bytes)} for disk reads; "
                 f"{format_size(plan.reserve_bytes)} kept free for activations and KV cache"
             )
         lines.append(

@@ -171,8 +171,8 @@ class Result:
         stored = f", weights {' and '.join(sizes.formats)}" if sizes.formats else ""
         lines = [
             f"{self.model}, {self.dtype}{stored}, batch {work.batch}, prompt {work.prompt}, "
-            f"{work.gen} new tokens{cap}; {where}, torch {m['torch']}, "
-            f"transformers {m['transformers']}",
+            f"{work.gen} new tokens{cap}; {where}, torch {m['torch']}, transformers "
+            f"{m['transformers']}",
             f"{sizes.layers} layers of {format_size(sizes.layer_bytes)} in all, the whole model "
             f"{format_size(sizes.total_bytes)}",
             f"bound: {copies} {self.link_rate / 1e9:.2f} GB/s{disk}",

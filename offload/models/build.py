@@ -129,8 +129,8 @@ def _resolve_class(
         hint = "; pass trust_remote_code=True if you trust its code" if remote else ""
         raise UnsupportedError(
             f"{folder}: model type {config.model_type!r} with architectures {config.architectures} "
-            f"has no "
-            f"{auto.__name__} in transformers {transformers.__version__}; pass model_class{hint}"
+            f"has no {auto.__name__} in transformers {transformers.__version__}; pass "
+            f"model_class{hint}"
         )
     found = auto._model_mapping[type(config)]
     return found[0] if isinstance(found, (list, tuple)) else found
@@ -161,8 +161,7 @@ def _check(model: PreTrainedModel, info: Any, folder: Path) -> None:
         if buffer.is_meta:
             raise UnsupportedError(
                 f"{type(model).__name__} left its buffer {name} without a value (its code computes "
-                f"it in a way that loading "
-                "does not repeat)"
+                "it in a way that loading does not repeat)"
             )
 
 

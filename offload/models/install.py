@@ -122,8 +122,8 @@ class _StateDict(NotCopied):
             if needed > free:
                 raise BudgetError(
                     f"state_dict() would read {prefix}{key} ({format_size(needed)}) and "
-                    f"{format_size(free)} of CPU memory are "
-                    "free; the weights of an offloaded model are in its checkpoint folder"
+                    f"{format_size(free)} of CPU memory are free; the weights of an offloaded "
+                    "model are in its checkpoint folder"
                 )
             state[prefix + key] = self._store.read_tensor(self._index, i)
 
@@ -131,8 +131,7 @@ class _StateDict(NotCopied):
 def _refuse_load(module: nn.Module, *args: Any) -> NoReturn:
     raise UnsupportedError(
         "load_state_dict() into an offloaded model: its weights rest in the store and cannot be "
-        "replaced; load them into the plain "
-        "model and call offload.run on that"
+        "replaced; load them into the plain model and call offload.run on that"
     )
 
 

@@ -215,8 +215,7 @@ def _assemble(
     if moving and depth < min(work.depth, len(moving) - 1):
         notes = (
             f"prefetch lowered from {work.depth} to {depth}: {work.depth + 1} slots of "
-            f"{format_size(max(moving))} "
-            "do not fit the budget",
+            f"{format_size(max(moving))} do not fit the budget",
         )
     return Plan(
         layers=tuple(layers),
@@ -269,12 +268,12 @@ def _check_cpu(plans: Sequence[Plan], budget: Budget) -> None:
         plan = min(plans, key=lambda plan: _cpu_need(plan, budget))
         need = _cpu_need(plan, budget)
         raise BudgetError(
-            f"CPU memory: the layers placed there take "
+            "CPU memory: the layers placed there take "
             f"{format_size(plan.cpu_bytes - plan.ring_bytes - plan.kv_cpu_bytes)}, disk reads "
             f"{format_size(plan.ring_bytes)} and keys and values {format_size(plan.kv_cpu_bytes)}, "
-            f"{need} bytes ({format_size(need)}) of it in all, "
-            f"and the budget is {format_size(budget.cpu)}. Raise "
-            "max_memory['cpu'], or place layers on 'nvme', or use device_map='auto'"
+            f"{need} bytes ({format_size(need)}) of it in all, and the budget is "
+            f"{format_size(budget.cpu)}. Raise max_memory['cpu'], or place layers on 'nvme', or "
+            "use device_map='auto'"
         )
 
 
@@ -294,15 +293,13 @@ def _too_small(plans: Sequence[Plan], budget: Budget) -> str:
         plan = min(plans, key=total)
         need = total(plan)
     return (
-        f"a budget of {format_size(limit)} on {where} cannot hold what a run needs at "
-        f"least, {need} bytes ({format_size(need)}): "
-        f"{format_size(plan.outside_bytes)} outside the layers and resident layers "
-        f"of {format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, "
-        f"{plan.slots} slots of {format_size(plan.slot_bytes)}, "
-        f"{format_size(plan.ring_bytes if reads else 0)} for disk reads, "
-        f"{format_size(plan.cpu_bytes - plan.ring_bytes if reads else 0)} of layers at "
-        "rest there, "
-        f"{format_size(plan.reserve_bytes)} for activations and KV cache. Raise max_memory[{key}], "
-        f"or lower batch_size or "
-        "max_length, or place the embedding on a tier of its own (device_map={...})"
+        f"a budget of {format_size(limit)} on {where} cannot hold what a run needs at least, "
+        f"{need} bytes ({format_size(need)}): {format_size(plan.outside_bytes)} outside the layers "
+        "and resident layers of "
+        f"{format_size(plan.device_bytes - plan.outside_bytes - plan.slot_total)}, {plan.slots} "
+        f"slots of {format_size(plan.slot_bytes)}, {format_size(plan.ring_bytes if reads else 0)} "
+        f"for disk reads, {format_size(plan.cpu_bytes - plan.ring_bytes if reads else 0)} of "
+        f"layers at rest there, {format_size(plan.reserve_bytes)} for activations and KV cache. "
+        f"Raise max_memory[{key}], or lower batch_size or max_length, or place the embedding on a "
+        "tier of its own (device_map={...})"
     )

@@ -213,6 +213,6 @@ def refusal(model: ModelProfile, room: str, job: Job, weights: Sequence[str], ne
     return (
         f"{model.name}: {room} no plan for {sequences} sequence{'s' if sequences > 1 else ''} of "
         f"{job.prompt} + {job.gen} tokens in {', '.join(weights)}; the least that would do is "
-        f"{needed}. Raise max_memory, lower the batch or the lengths, or take "
-        "smaller weights (int4)"
+        f"{needed}. Raise max_memory, lower the batch or the lengths, or take smaller weights "
+        "(int4)"
     )
