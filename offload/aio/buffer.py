@@ -52,11 +52,13 @@ class AlignedBuffer(_Exporter):
 
     @property
     def address(self) -> int:
+        """Where the memory begins, a multiple of 2 MiB (of a page for less than that)."""
         self._live()
         return self._mapping.address
 
     @property
     def closed(self) -> bool:
+        """Whether the memory was given up; views may still keep it."""
         return self._array is None
 
     @property
@@ -92,6 +94,7 @@ class AlignedBuffer(_Exporter):
 
     @property
     def huge_reason(self) -> str:
+        """Which huge pages were asked for, or why there are none."""
         return self._mapping.reason
 
     @property
@@ -232,7 +235,7 @@ def alloc(
     populate: bool = True,
     chunks: Sequence[int] | None = None,
 ) -> AlignedBuffer:
-    """Memory for direct I/O and device copies.
+    """`nbytes` bytes of memory for direct I/O and device copies, their content undefined.
 
     huge: "auto" (reserved huge pages, else transparent ones), "hugetlb", "thp" or False.
     lock: "auto" (cudaHostRegister where torch sees a GPU, else mlock if it is allowed), "cuda",
@@ -241,6 +244,9 @@ def alloc(
         `buffer.populate(start, stop)` for each piece, also from a thread beside the reading.
     chunks: with populate, the sizes of the pieces to pin as one registration each (multiples of
         2 MiB, but for the last); a device copy may not span two.
+
+    Memory that cannot be locked is usable all the same: `lock_reason` says why. Raises MemoryError
+    or OSError where the memory itself cannot be had, ValueError for arguments that do not fit.
     """
     buffer = AlignedBuffer(nbytes, huge, lock)
     if populate:

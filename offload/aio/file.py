@@ -56,7 +56,14 @@ class Descriptors:
 
 
 class AioFile:
-    """A file for `AioHandle`; made by `offload.aio.open`, closed by `close` or a `with` block."""
+    """A file for `AioHandle`; made by `offload.aio.open`, closed by `close` or a `with` block.
+
+    `mode`: "r", or "rw", which makes the file where there is none. `direct`: "auto" moves aligned
+    bytes past the page cache (O_DIRECT) where the file system grants it, and others through it;
+    True refuses what is not aligned, False goes through the cache alone.
+
+    Raises AioError where the file cannot be opened so, ValueError for another mode.
+    """
 
     def __init__(self, path: str | os.PathLike[str], mode: str = "r", direct: Direct = "auto"):
         if mode not in ("r", "rw"):
@@ -109,6 +116,7 @@ class AioFile:
 
     @property
     def closed(self) -> bool:
+        """Whether the file was given up."""
         return self._files is None
 
     def descriptors(self) -> Descriptors:
@@ -137,7 +145,7 @@ class AioFile:
 
 
 def open(path: str | os.PathLike[str], mode: str = "r", direct: Direct = "auto") -> AioFile:
-    """Open `path` for reading ("r") or reading and writing ("rw": made if it is not there)."""
+    """Open `path` for reading ("r") or reading and writing ("rw"); see AioFile."""
     return AioFile(path, mode, direct)
 
 

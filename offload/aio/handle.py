@@ -35,6 +35,21 @@ class AioHandle:
 
     A request moves all its bytes or raises; a failed one leaves the handle as good as before.
     Methods may be called from any thread. The names are those of DeepSpeed's aio handle.
+
+    Args:
+        block_size: bytes of one transfer at most, 4096 to 1 GiB; a larger request is cut.
+        queue_depth: transfers in flight for each I/O thread, 1 to 4096.
+        backend: "auto" (the first of `backends.BACKENDS` that works here, or the one that the
+            environment variable OFFLOAD_AIO_BACKEND names), or one of them.
+        single_submit: a system call for each transfer, not one for many.
+        overlap_events: transfers are begun as others end, not batch by batch.
+        intra_op_parallelism: I/O threads, each with a queue of its own, 1 to 64.
+
+    A buffer is whatever lends contiguous host memory: an `AlignedBuffer`, a CPU tensor, a NumPy
+    array, a bytearray. A file is an `AioFile`, or a path that is opened for this request.
+
+    Raises ValueError for an argument out of range, and BackendUnavailable where no backend, or not
+    the one that was named, works here.
     """
 
     def __init__(
@@ -82,28 +97,37 @@ class AioHandle:
         self, buffer: Any, file: AioFile | str | os.PathLike[str], file_offset: int = 0,
         nbytes: int | None = None,
     ) -> int:  # fmt: skip
-        """Read `nbytes` (default: the whole buffer) at `file_offset`; returns them."""
+        """Read `nbytes` (default: the whole buffer) at `file_offset`; returns how many they were.
+
+        Raises ShortReadError where the file ends first, AioError where the system fails, and
+        AlignmentError for a file opened with `direct=True` that cannot take the range; ValueError
+        or TypeError for what is no buffer or range.
+        """
         return self.async_pread(buffer, file, file_offset, nbytes).result()
 
     def pwrite(
         self, buffer: Any, file: AioFile | str | os.PathLike[str], file_offset: int = 0,
         nbytes: int | None = None,
     ) -> int:  # fmt: skip
-        """Write `nbytes` (default: the whole buffer) at `file_offset`; returns them."""
+        """Write `nbytes` (default: the whole buffer) at `file_offset`; returns how many they were.
+        Raises as `pread`.
+        """
         return self.async_pwrite(buffer, file, file_offset, nbytes).result()
 
     def async_pread(
         self, buffer: Any, file: AioFile | str | os.PathLike[str], file_offset: int = 0,
         nbytes: int | None = None,
     ) -> IOFuture:  # fmt: skip
-        """Begin a read; the buffer's content is undefined until the future has ended."""
+        """Begin a read; the buffer's content is undefined until the future has ended. What the
+        system makes of it is raised by `IOFuture.result`, arguments that do not fit here.
+        """
         return self._begin(False, buffer, file, file_offset, nbytes)
 
     def async_pwrite(
         self, buffer: Any, file: AioFile | str | os.PathLike[str], file_offset: int = 0,
         nbytes: int | None = None,
     ) -> IOFuture:  # fmt: skip
-        """Begin a write; the buffer must not change until the future has ended."""
+        """Begin a write, likewise; the buffer must not change until the future has ended."""
         return self._begin(True, buffer, file, file_offset, nbytes)
 
     def _begin(
@@ -273,6 +297,7 @@ class AioHandle:
 
     @property
     def closed(self) -> bool:
+        """Whether the handle takes no more requests."""
         return self._closed
 
     def cancel(self) -> int:
