@@ -61,6 +61,7 @@ CASES: dict[tuple[str, ...], str] = {
     ("bench", "nvme", "EMPTY", "--block", "1MB,x"): "argument --block: 'x' is not a size",
     (*BENCH, "--kv-on-cpu", "-1"): "'-1' is not a whole number, zero or more",
     (*BENCH, "--overhead", "--kv-on-cpu", "2"): "--kv-on-cpu belongs to the measurement of",
+    (*BENCH, "--micro-batch", "4", "--batch", "4"): "--micro-batch 4 is no part of --batch 4",
     (*BENCH, "--overhead", "--batch", "2"): "--batch belongs to the measurement of throughput",
     (*BENCH, "--overhead", "--prompt-len", "8"): "--prompt-len belongs to the measurement of",
     (*BENCH, "--cold-start", "--gen-len", "8"): "--gen-len belongs to the measurement of",

@@ -123,6 +123,8 @@ def execute(args: argparse.Namespace) -> int:
 
     quiet_transformers()
     subject, work, setup = _subject(args), _work(args), _setup(args)
+    if setup.micro_batch and setup.micro_batch >= work.batch and not setup.choose_batch:
+        raise ValueError(f"--micro-batch {setup.micro_batch} is no part of --batch {work.batch}")
     result: Any
     if args.overhead:
         result = measure_overhead(subject, setup)
