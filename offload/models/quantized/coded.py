@@ -35,6 +35,12 @@ class Decoder:
         return self.form.layout == "gpt_oss"
 
 
+def decoder_of(expression: Expression) -> Decoder | None:
+    """How a weight that is stored as one is made of it; None for any other expression."""
+    decode = expression.decode if isinstance(expression, Coded) else None
+    return decode if isinstance(decode, Decoder) else None
+
+
 def stand_for(
     form: WeightFormat,
     parts: Mapping[str, Expression],

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.expressions import Coded
 from offload.errors import UnsupportedError
 from offload.kernels.call import current_stream
 from offload.kernels.dequantize import dequantise
 from offload.kernels.int8_linear import Int8Linear, why_not_int8
 from offload.models.hooked import NotCopied
 from offload.models.placeholder import Placeholder
-from offload.models.quantized.coded import Decoder
 from offload.models.quantized.scratch import Scratch
 from offload.models.quantized.whole import Fill, WholeWeight
 from offload.store.layout import align
@@ -165,16 +163,14 @@ class QuantisedLookup(QuantisedForward):
     @staticmethod
     def serves(module: nn.Module, weights: Sequence[WholeWeight]) -> bool:
         """Whether `module` is such an embedding."""
-        expression = weights[0].expression
-        decode = getattr(expression, "decode", None)
+        decoder = weights[0].decoder
         return (
             isinstance(module, nn.Embedding)
             and type(module).forward is nn.Embedding.forward
             and module.max_norm is None
             and len(weights) == 1
-            and isinstance(expression, Coded)
-            and isinstance(decode, Decoder)
-            and decode.form.by_rows
+            and decoder is not None
+            and decoder.form.by_rows
         )
 
     def __call__(self, input: torch.Tensor) -> Any:
@@ -182,17 +178,18 @@ class QuantisedLookup(QuantisedForward):
         if torch.is_grad_enabled():
             return self._run_apart((input,), {})
         self._check_kept(parameters)
-        expression: Any = weight.expression
+        decoder, dtype = weight.decoder, weight.expression.dtype
+        assert decoder is not None
         rows = input.flatten()
         stored = {
-            end: _pick(parameters[part], rows)  # type: ignore[arg-type]
-            for (end, _), part in zip(expression.parts, weight.parts, strict=True)
+            end: _pick(tensor, rows)  # type: ignore[arg-type]
+            for end, tensor in weight.by_end(parameters).items()
         }
         shape = (rows.numel(), weight.placeholder.shape[1])
         if not rows.numel():
-            return torch.empty(*input.shape, shape[1], dtype=expression.dtype, device=input.device)
+            return torch.empty(*input.shape, shape[1], dtype=dtype, device=input.device)
         with _current(input.device):
-            made = dequantise(expression.decode.form, stored, shape, expression.dtype)
+            made = dequantise(decoder.form, stored, shape, dtype)
         return made.view(*input.shape, shape[1])
 
 
@@ -204,33 +201,29 @@ class QuantisedLinear(QuantisedForward):
     @staticmethod
     def serves(module: nn.Module, weights: Sequence[WholeWeight]) -> bool:
         """Whether `module` is such a Linear."""
-        expression = weights[0].expression
-        decode = getattr(expression, "decode", None)
+        decoder = weights[0].decoder
         return (
             isinstance(module, nn.Linear)
             and type(module).forward is nn.Linear.forward
             and len(weights) == 1
-            and isinstance(expression, Coded)
-            and isinstance(decode, Decoder)
-            and not why_not_int8(decode.form, expression.dtype, *decode.shape)
+            and decoder is not None
+            and not why_not_int8(decoder.form, weights[0].expression.dtype, *decoder.shape)
         )
 
     def __call__(self, input: torch.Tensor) -> Any:
         parameters, (weight,) = self._module._parameters, self.weights
-        expression: Any = weight.expression
+        decoder, dtype = weight.decoder, weight.expression.dtype
+        assert decoder is not None
         away = any(parameters[part].is_meta for part in weight.parts)  # type: ignore[union-attr]
-        cast = input.dtype != expression.dtype or torch.is_autocast_enabled(input.device.type)
+        cast = input.dtype != dtype or torch.is_autocast_enabled(input.device.type)
         if torch.is_grad_enabled() or cast or away:
             return super().__call__(input)
         self._check_kept(parameters)
-        stored: dict[str, Any] = {
-            end: parameters[part]
-            for (end, _), part in zip(expression.parts, weight.parts, strict=True)
-        }
+        stored: dict[str, Any] = weight.by_end(parameters)
         out = input.new_empty(*input.shape[:-1], weight.placeholder.shape[0])
         bias = parameters.get("bias")
         with _current(input.device):
-            Int8Linear(input.contiguous(), expression.decode.form, stored, out, bias=bias).launch(
+            Int8Linear(input.contiguous(), decoder.form, stored, out, bias=bias).launch(
                 current_stream(input.device)
             )
         return out

@@ -37,8 +37,8 @@ def panel_weights(weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight] 
         if arranged is None:
             return None
         found[name] = arranged
-        expression: Any = arranged.expression
-        formats.add((expression.decode.form, expression.decode.shape[1]))
+        if arranged.decoder is not None:
+            formats.add((arranged.decoder.form, arranged.decoder.shape[1]))
     return found if len(formats) == 1 else None
 
 
@@ -46,23 +46,21 @@ def _panel_weight(weight: WholeWeight) -> WholeWeight | None:
     """The same for one weight; None where it stays as it is, since no kernel would multiply with
     it.
     """
-    expression = weight.expression
-    decode = getattr(expression, "decode", None)
-    if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
+    decoder, dtype = weight.decoder, weight.expression.dtype
+    form = None if decoder is None else panels_of(decoder.form, decoder.shape)
+    if decoder is None or form is None:
         return None
-    form = panels_of(decode.form, decode.shape)
-    if form is None:
-        return None
-    scale = dict(expression.parts)[decode.form.scale_name].dtype
-    if why_not_fused(form, expression.dtype, scale, decode.shape[1]):
+    shape = decoder.shape
+    scale = weight.stored[decoder.form.scale_name].dtype
+    if why_not_fused(form, dtype, scale, shape[1]):
         return None
     names, parts = [], []
-    for (end, _), part in zip(expression.parts, weight.parts, strict=True):
-        dtype, size = form.stored(decode.shape, scale)[RENAMED[end]]
-        like = torch.empty(size, dtype=dtype, device="meta")  # its module holds the tensor itself
+    for end, part in zip(weight.stored, weight.parts, strict=True):
+        kind, size = form.stored(shape, scale)[RENAMED[end]]
+        like = torch.empty(size, dtype=kind, device="meta")  # its module holds the tensor itself
         parts.append((RENAMED[end], Held(like)))
         names.append(f"{part.removesuffix(end)}{RENAMED[end]}")
-    coded = Coded(tuple(parts), Decoder(form, decode.shape), expression.shape, expression.dtype)
+    coded = Coded(tuple(parts), Decoder(form, shape), weight.expression.shape, dtype)
     return WholeWeight(weight.key, tuple(names), coded, weight.placeholder)
 
 
@@ -98,23 +96,23 @@ def _rearrange(
     """Put what is stored for `new` in the place of what is stored for `old`, by way of the scratch:
     panels take as many bytes, but each byte has another place.
     """
-    before: Any = old.expression
-    after: Any = new.expression
-    ends = [end for end, _ in before.parts]
+    assert old.decoder is not None
     parameters: dict[str, Any] = module._parameters
-    stored = {end: parameters[part].detach() for end, part in zip(ends, old.parts, strict=True)}
-    form, shape, scratch = before.decode.form, before.decode.shape, forward.scratch
+    stored = {end: tensor.detach() for end, tensor in old.by_end(parameters).items()}
+    form, (n, k), scratch = old.decoder.form, old.decoder.shape, forward.scratch
     device = stored[form.scale_name].device
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with current, scratch.taken(device):
         values = scales_in_panels(form, stored)
-        size = dict(after.parts)["weight_panels"].shape
+        size = new.stored["weight_panels"].shape
         panels = values["weight_panels"] = scratch.view(0, size, torch.uint8, device)
-        Arrange(form, stored, shape, panels).launch(current_stream(device))
+        Arrange(form, stored, (n, k), panels).launch(current_stream(device))
         for part in old.parts:  # now that nothing more can run out of memory
             del parameters[part]
-        for end, part, (name, like) in zip(ends, new.parts, after.parts, strict=True):
-            memory = stored[end].view(-1).view(torch.uint8).view(like.dtype).view(like.shape)
+        for (name, like), part, rows in zip(
+            new.stored.items(), new.parts, stored.values(), strict=True
+        ):
+            memory = rows.view(-1).view(torch.uint8).view(like.dtype).view(like.shape)
             memory.copy_(values[name])
             parameters[part] = nn.Parameter(memory, requires_grad=False)
         scratch.poison()
@@ -130,17 +128,12 @@ class _InRows(NotCopied):
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         for weight in self._forward.weights:
-            decode = getattr(weight.expression, "decode", None)
-            if not isinstance(decode, Decoder) or decode.form.layout != "panels":
+            decoder = weight.decoder
+            if decoder is None or decoder.form.layout != "panels":
                 continue
-            expression: Any = weight.expression
-            ends = [end for end, _ in expression.parts]
-            stored = {
-                end: state.pop(f"{prefix}{part}").detach()
-                for end, part in zip(ends, weight.parts, strict=True)
-            }
-            start = weight.parts[0].removesuffix(ends[0])
-            for end, tensor in in_rows(decode.form, stored).items():
+            panels = {part: state.pop(f"{prefix}{part}").detach() for part in weight.parts}
+            start = weight.parts[0].removesuffix(next(iter(weight.stored)))
+            for end, tensor in in_rows(decoder.form, weight.by_end(panels)).items():
                 state[f"{prefix}{start}{end}"] = tensor
 
 

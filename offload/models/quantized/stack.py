@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.checkpoint.expressions import Coded
 from offload.kernels.weight_format import WeightFormat
 from offload.models.adjacent import joined
 from offload.models.quantized.coded import Decoder
@@ -45,14 +44,12 @@ class Stack:
         """
         found: list[tuple[Decoder, dict[str, tuple[torch.dtype, torch.Size]]]] = []
         for weight in weights.values():
-            expression = weight.expression
-            decode = getattr(expression, "decode", None)
-            if not isinstance(expression, Coded) or not isinstance(decode, Decoder):
+            if weight.decoder is None:
                 return None
-            stored = {end: (t.dtype, t.shape[1:]) for end, t in expression.parts}
-            found.append((decode, stored))
+            stored = {end: (t.dtype, t.shape[1:]) for end, t in weight.stored.items()}
+            found.append((weight.decoder, stored))
         first, stored = found[0]
-        rows = [decode.shape[0] for decode, _ in found]
+        rows = [decoder.shape[0] for decoder, _ in found]
         if len(found) > 1:
             same = all(d.form == first.form and s == stored for d, s in found)
             if not same or not _stackable(first.form, rows):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.checkpoint.expressions import Coded, Deferred, Expression, Pieces
-from offload.models.quantized.coded import Decoder
+from offload.models.quantized.coded import Decoder, decoder_of
 
+T = TypeVar("T")
 Fill = Callable[[int], None]  # fills what it was made for, on the stream of that number
 
 
@@ -38,9 +40,22 @@ class WholeWeight:
     @property
     def formats(self) -> set[str]:
         """The names of the formats that it is stored in."""
-        leaves = leaves_of(self.expression) or []
-        decoders = (leaf.decode for leaf in leaves if isinstance(leaf, Coded))
-        return {decode.form.name for decode in decoders if isinstance(decode, Decoder)}
+        decoders = map(decoder_of, leaves_of(self.expression) or [])
+        return {decoder.form.name for decoder in decoders if decoder is not None}
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """How it is made, where it is stored as one weight: not joined of several, nor turned."""
+        return decoder_of(self.expression)
+
+    @property
+    def stored(self) -> dict[str, Expression]:
+        """What a weight that is stored as one is made of, by the ends of its parts' names."""
+        return dict(self.expression.parts) if isinstance(self.expression, Coded) else {}
+
+    def by_end(self, tensors: Mapping[str, T]) -> dict[str, T]:
+        """Of `tensors`, those that such a weight is stored in, likewise."""
+        return {end: tensors[part] for end, part in zip(self.stored, self.parts, strict=True)}
 
     def make(self, stored: Sequence[torch.Tensor]) -> torch.Tensor:
         """The weight, in memory of its own, on the device of `stored` (in the order of `parts`)."""
@@ -145,9 +160,9 @@ def _fills(expression: Expression, leaves: Sequence[_Leaf], out: torch.Tensor) -
             yield from _fills(x, leaves, target.squeeze(dim) if stacked else target)
         return
     for leaf in leaves:
-        decode = getattr(expression, "decode", None)
-        if expression is leaf.expression and isinstance(decode, Decoder):
-            yield decode.filler(leaf.stored, out)
+        decoder = decoder_of(expression)
+        if expression is leaf.expression and decoder is not None:
+            yield decoder.filler(leaf.stored, out)
             return
     yield partial(_copy, expression, leaves, out)
 
@@ -158,8 +173,8 @@ def _beside(expression: Expression) -> int:
         return max(map(_beside, joined[0]), default=0)
     nbytes = expression.shape.numel() * expression.dtype.itemsize
     if isinstance(expression, Coded):
-        decode = expression.decode
-        return nbytes if not isinstance(decode, Decoder) or decode.temporary else 0
+        decoder = decoder_of(expression)
+        return nbytes if decoder is None or decoder.temporary else 0
     return 0 if isinstance(expression, Pieces) else 2 * nbytes
 
 
