@@ -23,12 +23,12 @@ from offload.commands.arguments import (
     quantization,
 )
 from offload.commands.console import quiet_transformers
+from offload.commands.prompt import add_prompt, encode, load_tokenizer, pad_token, read_prompt
 from offload.scheduler.setting import MOST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 # Scores are divided by the temperature in float32: below, the largest might become infinite, and
 # above, the temperature itself, which makes excluded tokens (-inf) no numbers.
 _TEMPERATURES = (1e-30, 1e30)
@@ -45,23 +45,14 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(execute=execute)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="(default: read standard input)")
-    prompt.add_argument(
-        "--prompt-file", type=path, metavar="FILE", help="a file that holds the prompt"
-    )
     text = parser.add_argument_group("text")
+    add_prompt(text)
     text.add_argument(
         "--max-new-tokens",
         type=positive,
         default=128,
         metavar="N",
         help="stop after so many (default: 128)",
-    )
-    text.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="continue the prompt as it stands, even if the model has a chat template",
     )
     text.add_argument("--sample", action="store_true", help="draw tokens instead of the likeliest")
     text.add_argument("--temperature", type=float, metavar="T", help="of --sample")
@@ -100,7 +91,7 @@ def add_parser(commands: Any) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="sequences that it keeps it free for (default: 1)",
+        help="sequences that 'auto' keeps GPU memory free for (default: 1)",
     )
     limits.add_argument(
         "--offload-folder", type=path, metavar="FOLDER", help="for weights that must be rewritten"
@@ -114,16 +105,14 @@ def add_parser(commands: Any) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Generate, and report before and after."""
     _check_generation(args)
-    prompt = _prompt(args)
+    prompt = read_prompt(args)
 
     from offload.checkpoint.hub import resolve_model
 
     quiet_transformers()
     folder = resolve_model(args.model, args.revision, args.trust_remote_code)
-    tokenizer = _tokenizer(folder, args.trust_remote_code)
-    inputs = _encode(tokenizer, prompt, chat=not args.no_chat)
-    if inputs["input_ids"].shape[1] == 0:
-        raise ValueError(f"the tokenizer of {folder} makes no token of the prompt {prompt!r}")
+    tokenizer = load_tokenizer(folder, args.trust_remote_code)
+    inputs = encode(tokenizer, prompt, chat=not args.no_chat)
     with _load(folder, args, inputs["input_ids"].shape[1]) as model:
         if not model.can_generate():
             raise ValueError(f"{type(model).__name__} does not generate text")
@@ -199,7 +188,7 @@ def _generate(
         max_new_tokens=args.max_new_tokens,
         do_sample=args.sample,
         **temperature,
-        pad_token_id=_pad_token(tokenizer, model),
+        pad_token_id=pad_token(tokenizer, model),
         streamer=None if args.json else streamer,
         logits_processor=[first],
     )
@@ -243,63 +232,6 @@ def _check_generation(args: argparse.Namespace) -> None:
         raise ValueError(f"--seed must be a number of 64 bits, got {args.seed}")
 
 
-def _prompt(args: argparse.Namespace) -> str:
-    """The text that was given, or is read from a file or standard input."""
-    source, text = "--prompt", args.prompt
-    try:
-        if args.prompt_file is not None:
-            source = args.prompt_file
-            text = Path(source).read_text(encoding="utf-8")
-        elif text is None:
-            source = "standard input"
-            if sys.stdin is not None and sys.stdin.isatty():
-                print("Prompt, then Ctrl-D:", file=sys.stderr)
-            text = sys.stdin.read() if sys.stdin is not None else ""  # None: it was closed
-        text.encode()  # Python may have kept bytes of another encoding
-    except UnicodeError as error:
-        raise ValueError(f"the prompt ({source}) is not UTF-8 text: {error}") from error
-    if not text.strip():
-        raise ValueError(f"the prompt ({source}) is empty; see --prompt and --prompt-file")
-    return text
-
-
-def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        # Without any, transformers makes an empty one for some models.
-        raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder} has no tokenizer that can be loaded: {reason}") from error
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Any:
-    """Token ids [1, tokens] and their mask, in the model's chat template where it has one."""
-    if chat and tokenizer.chat_template:
-        from jinja2 import TemplateError
-
-        try:
-            return tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-        except TemplateError as error:
-            raise ValueError(
-                f"the model's chat template refuses a prompt by itself ({error}); --no-chat "
-                "continues the prompt as it stands"
-            ) from error
-    inputs = tokenizer(prompt, return_tensors="pt")
-    inputs.pop("token_type_ids", None)
-    return inputs
-
-
 def _check_length(config: Any, prompt: int, new: int) -> None:
     """A learnt position embedding ends in an index error that says nothing; others only degrade."""
     text = config.get_text_config(decoder=True)
@@ -311,10 +243,3 @@ def _check_length(config: Any, prompt: int, new: int) -> None:
     if getattr(text, "rope_parameters", None) is None:
         raise ValueError(f"{says}; lower --max-new-tokens or shorten the prompt")
     print(f"offload: warning: {says}", file=sys.stderr)
-
-
-def _pad_token(tokenizer: PreTrainedTokenizerBase, model: Any) -> int | None:
-    if tokenizer.pad_token_id is not None:
-        return tokenizer.pad_token_id
-    end = model.generation_config.eos_token_id
-    return end[0] if isinstance(end, list) else end

@@ -92,7 +92,7 @@ def test_a_prompt_that_becomes_no_tokens_is_refused(
     tokenizer.save_pretrained(folder)
     done = program("run", folder, "--prompt", "~", "--no-chat")
     assert done.code == 2 and done.err.count("\n") == 1
-    assert "makes no token of the prompt '~'" in done.err
+    assert "the tokenizer makes no token of the prompt '~'" in done.err
     done = program("run", folder, "--prompt", "w5")
     assert done.code == 2 and done.err.count("\n") == 1
     assert "(a system message comes first); --no-chat continues the prompt" in done.err
