@@ -22,6 +22,7 @@ from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
+from offload.models.profile import expert_share
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.modules import quantised_weights, whole_parameters
 from offload.models.quantized.wanted import Wishes
@@ -47,10 +48,7 @@ class Sizes:
         """Of a model whose weights are real or lazy."""
         layers = find_layers(model)
         whole = [p for layer in layers.values() for p in whole_parameters(layer)]
-        config = model.config.get_text_config(decoder=True)
-        chosen = getattr(config, "num_experts_per_tok", None) or 1
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        share = min(1.0, chosen / experts) if experts else 1.0
+        share = expert_share(model.config)
         return cls(
             layers=len(layers),
             layer_bytes=sum(p.nbytes for layer in layers.values() for p in layer.parameters()),
