@@ -10,9 +10,8 @@ from offload.checkpoint.expressions import Pieces
 from offload.errors import CheckpointError
 from offload.store.layout import Layer, align
 
-SECTOR = (
-    4096  # bytes; offsets and lengths of direct reads are multiples of it on every common drive
-)
+# Bytes; offsets and lengths of direct reads are multiples of it on every common drive.
+SECTOR = 4096
 MAX_GAP = 256 << 10  # bytes between two wanted ranges that are cheaper to read than to seek over
 
 
