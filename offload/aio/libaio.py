@@ -1,4 +1,4 @@
-"""Linux native AIO through ctypes: libaio where it is installed, else raw system calls."""
+"""The engine over Linux native AIO: one thread owns each queue of the kernel's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from .engine import Shape, Ticket
 from .file import Descriptors
 from .lane import Lane
+from .libaio_calls import Calls, Iocb, IoEvent
 from .mapping import Mapping
 from .request import BOUNCE, BUFFERED, Request, Transfer, plan, settle
 from .threads import ThreadPool
@@ -23,101 +23,6 @@ _CMD_PREAD, _CMD_PWRITE, _CMD_POLL = 0, 1, 5
 _WAKEUP = (1 << 64) - 1  # the data of the iocb that watches the eventfd
 _POLLIN = 1
 _CACHE_THREADS = 16
-
-
-class Iocb(ctypes.Structure):
-    """struct iocb of linux/aio_abi.h (little-endian layout)."""
-
-    _fields_ = [
-        ("data", ctypes.c_uint64),
-        ("key", ctypes.c_uint32),
-        ("rw_flags", ctypes.c_int32),
-        ("opcode", ctypes.c_uint16),
-        ("reqprio", ctypes.c_int16),
-        ("fildes", ctypes.c_uint32),
-        ("buf", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("offset", ctypes.c_int64),
-        ("reserved", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("resfd", ctypes.c_uint32),
-    ]
-
-
-class IoEvent(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_uint64),
-        ("obj", ctypes.c_uint64),
-        ("res", ctypes.c_int64),
-        ("res2", ctypes.c_int64),
-    ]
-
-
-class Timespec(ctypes.Structure):
-    _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]
-
-
-if ctypes.sizeof(Iocb) != 64 or ctypes.sizeof(IoEvent) != 32:
-    raise ImportError("struct iocb has another layout on this machine")
-
-_context, _long, _int = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-_iocbs = ctypes.POINTER(ctypes.POINTER(Iocb))
-_events = ctypes.POINTER(IoEvent)
-_CALLS: dict[str, list[Any]] = {
-    "io_setup": [_int, ctypes.POINTER(_context)],
-    "io_destroy": [_context],
-    "io_submit": [_context, _long, _iocbs],
-    "io_getevents": [_context, _long, _long, _events, ctypes.POINTER(Timespec)],
-}
-_NUMBERS = {
-    "x86_64": {"io_setup": 206, "io_destroy": 207, "io_getevents": 208, "io_submit": 209},
-    "generic": {"io_setup": 0, "io_destroy": 1, "io_submit": 2, "io_getevents": 4},
-}
-SONAMES = ("libaio.so.1", "libaio.so.1t64")  # the second where time_t was widened
-
-
-class Calls:
-    """The four calls, each returning a count or -errno, whichever way they are reached."""
-
-    def __init__(self, sonames: tuple[str, ...] = SONAMES) -> None:
-        self.source = "system calls"
-        self._functions: dict[str, Callable[..., int]] = {}
-        for soname in sonames:
-            with contextlib.suppress(OSError):
-                # CDLL lets go of the GIL in every call; use_errno is for the raw ones.
-                library = ctypes.CDLL(soname)
-                self._functions = {name: _declared(library, name) for name in _CALLS}
-                self.source = soname
-                return
-        self._functions = {name: _raw(name) for name in _CALLS}
-
-    def __call__(self, name: str, *arguments: Any) -> int:
-        return self._functions[name](*arguments)
-
-
-def _declared(library: ctypes.CDLL, name: str) -> Callable[..., int]:
-    function = library[name]  # its own object: another user's declaration is not touched
-    function.argtypes = _CALLS[name]
-    function.restype = ctypes.c_int
-    return function
-
-
-def _raw(name: str) -> Callable[..., int]:
-    machine = platform.machine()
-    generic = machine in ("aarch64", "riscv64", "loongarch64")
-    numbers = _NUMBERS.get("generic" if generic else machine)
-    if numbers is None:
-        raise OSError(errno.ENOSYS, f"the system call numbers of {machine} are not known")
-    syscall = ctypes.CDLL(None, use_errno=True)["syscall"]
-    syscall.argtypes = [_long, *_CALLS[name]]
-    syscall.restype = _long
-    number = numbers[name]
-
-    def call(*arguments: Any) -> int:
-        result: int = syscall(number, *arguments)
-        return -ctypes.get_errno() if result < 0 else result
-
-    return call
 
 
 class LibaioEngine:
@@ -208,7 +113,7 @@ class _Queue:
         self._lane = lane
         self._reroute = reroute
         self._depth = shape.queue_depth
-        self._context = _context()
+        self._context = ctypes.c_void_p()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._blocks = (Iocb * (self._depth + 1))()
         self._pointers = (ctypes.POINTER(Iocb) * self._depth)()

@@ -232,7 +232,7 @@ def test_no_native_queue_is_left(name, run_python):
     if limit > 1 << 20:
         pytest.skip(f"fs.aio-max-nr is {limit}: too many to hold")
     done = run_python(
-        "import ctypes, sys\nfrom offload import aio\nfrom offload.aio.libaio import Calls\n"
+        "import ctypes, sys\nfrom offload import aio\nfrom offload.aio.libaio_calls import Calls\n"
         "calls, held, size = Calls(), [], int(sys.argv[2])\n"
         "while size:\n"  # others on this machine may hold some
         "    context = ctypes.c_void_p()\n"

@@ -7,21 +7,23 @@ import pytest
 from aio_machine import why_not
 
 from offload import aio
-from offload.aio import libaio
+from offload.aio import libaio, libaio_calls
 from offload.aio.engine import Shape
 
 
 def test_the_layout_is_the_kernels():
-    assert ctypes.sizeof(libaio.Iocb) == 64
-    assert ctypes.sizeof(libaio.IoEvent) == 32
-    offsets = {name: getattr(libaio.Iocb, name).offset for name, _ in libaio.Iocb._fields_}
+    assert ctypes.sizeof(libaio_calls.Iocb) == 64
+    assert ctypes.sizeof(libaio_calls.IoEvent) == 32
+    offsets = {
+        name: getattr(libaio_calls.Iocb, name).offset for name, _ in libaio_calls.Iocb._fields_
+    }
     assert (offsets["opcode"], offsets["fildes"], offsets["buf"]) == (16, 20, 24)
     assert (offsets["nbytes"], offsets["offset"], offsets["flags"]) == (32, 40, 56)
 
 
 def _sources() -> list:
     found = [pytest.param((), id="system calls")]
-    for soname in libaio.SONAMES:
+    for soname in libaio_calls.SONAMES:
         try:
             ctypes.CDLL(soname)
         except OSError:
@@ -34,7 +36,7 @@ def _sources() -> list:
 def test_each_way_to_the_calls_reads(sonames, direct_file, content):
     if why_not("ctypes-libaio") is not None:
         pytest.skip(why_not("ctypes-libaio"))
-    calls = libaio.Calls(sonames)
+    calls = libaio_calls.Calls(sonames)
     assert calls.source == (sonames[0] if sonames else "system calls")
     done = []
     engine = libaio.LibaioEngine(
@@ -57,7 +59,7 @@ def test_each_way_to_the_calls_reads(sonames, direct_file, content):
 
 @pytest.mark.parametrize("sonames", _sources())
 def test_each_way_to_the_calls_returns_the_errno(sonames):
-    calls = libaio.Calls(sonames)
+    calls = libaio_calls.Calls(sonames)
     context = ctypes.c_void_p(12345)
     assert calls("io_submit", context, 1, None) in (-errno.EINVAL, -errno.EFAULT)
     assert calls("io_destroy", context) == -errno.EINVAL
@@ -65,11 +67,11 @@ def test_each_way_to_the_calls_returns_the_errno(sonames):
 
 def test_declarations_are_this_modules_own():
     """Another user's view of the same library is not changed."""
-    name = next((n for n in libaio.SONAMES if _loads(n)), None)
+    name = next((n for n in libaio_calls.SONAMES if _loads(n)), None)
     if name is None:
         pytest.skip("no libaio here")
     theirs = ctypes.CDLL(name).io_setup
-    libaio.Calls((name,))
+    libaio_calls.Calls((name,))
     assert theirs.argtypes is None
 
 

@@ -6,7 +6,7 @@ import pytest
 from aio_faults import scripted
 
 from offload import aio
-from offload.aio import extension, libaio
+from offload.aio import extension, libaio, libaio_calls
 from offload.aio.engine import Shape
 from offload.aio.file import Descriptors
 from offload.aio.request import BUFFERED, DIRECT, Request, Transfer, settle
@@ -125,7 +125,7 @@ def test_without_overlap_a_batch_is_drained_first(direct_file, overlap):
     """Of native AIO by ctypes: whether anything is submitted while something is in flight."""
     in_flight, beside = 0, 0
 
-    class Watched(libaio.Calls):
+    class Watched(libaio_calls.Calls):
         def __call__(self, name: str, *arguments):
             nonlocal in_flight, beside
             if name == "io_getevents":  # one at a time, so that others are still in flight
