@@ -56,7 +56,15 @@ def offload_built(
         engine = None
         if spec is not None:
             host_kv = _host_kv(spec, network.dtype, placed.kv_cpu_bytes, config, device)
-            engine = FusedEngine(spec, parts, owner, config.compute, host_kv, placed.prefill_rows)
+            engine = FusedEngine(
+                spec,
+                parts,
+                owner,
+                config.compute,
+                host_kv,
+                placed.prefill_rows,
+                placed.micro_batches,
+            )
         Offload(parts, plan, store, owner, device, pack, engine, engine_reason, placed.planned)
     except BaseException:
         store.close()

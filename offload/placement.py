@@ -53,6 +53,7 @@ class Placement:
     config: OffloadConfig  # without a goal, but with what that led to
     kv_cpu_bytes: int  # CPU memory for keys and values
     planned: Planned | None = None  # where there was a goal
+    micro_batches: int | None = None  # of a decode step, which take turns; None: not planned
 
 
 def place(
@@ -79,7 +80,14 @@ def place(
     budget = memory_budget(config)
     found = plan_run(network, parts, spec, config, budget, files, home, io)
     kv_cpu_bytes = _kv_cpu_bytes(network, spec, found.config)
-    return Placement(found.plan, found.prefill_rows, found.config, kv_cpu_bytes, found.planned)
+    return Placement(
+        found.plan,
+        found.prefill_rows,
+        found.config,
+        kv_cpu_bytes,
+        found.planned,
+        found.micro_batches,
+    )
 
 
 def own_tier_modules(network: PreTrainedModel, tiers: Mapping[str, Tier]) -> list[str]:

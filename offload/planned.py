@@ -51,6 +51,7 @@ class PlannedRun:
     planned: Planned
     config: OffloadConfig
     prefill_rows: int | None  # tokens of prompts that stand at once in a layer; None: all
+    micro_batches: int  # of a decode step, which take turns
 
 
 def plan_run(
@@ -96,7 +97,7 @@ def plan_run(
         max_chunks=io["queue_depth"],
     )
     plan = _as_chosen(parts, setting, budget, work)
-    if setting.decode_micro_batches > 1:
+    if setting.micro_batch < setting.batch:
         notes += (
             f"planned for micro-batches of {setting.micro_batch} sequences, which share every load "
             "of a layer: `model.offload.generate` makes them",
@@ -107,6 +108,7 @@ def plan_run(
         planned,
         _without_goal(config, setting),
         None if whole or not engine.chunks else setting.prefill_rows,
+        2 if setting.in_turns else 1,
     )
 
 
@@ -165,11 +167,16 @@ def _engine(
     """The engine that runs the model, without what it cannot do here."""
     if spec is None:
         return TRANSFORMERS
-    problem = why_not_on_cpu(spec, network.dtype)
-    if problem is None and config.compute.type != "cpu":
+    problem, on_cpu = why_not_on_cpu(spec, network.dtype), config.compute.type == "cpu"
+    if problem is None and not on_cpu:
         problem = why_not_host()
     without = {CpuAttention.CPU} if problem is not None else set()
-    return replace(FUSED, cpu_kv=FUSED.cpu_kv - without, int8_kv=config.int8_kv)
+    return replace(
+        FUSED,
+        cpu_kv=FUSED.cpu_kv - without,
+        int8_kv=config.int8_kv,
+        overlaps=not on_cpu,  # else the cores that attend are those that compute
+    )
 
 
 def _apart(budget: Budget, model: ModelProfile, weights: str, io: Mapping[str, int]) -> Budget:

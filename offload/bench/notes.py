@@ -89,13 +89,13 @@ def cpu_notes(row: Row, work: CpuWork | None) -> list[str]:
     step = None if work is None else work.typical
     if step is None or not row.step_seconds:
         return []
-    own = row.step_seconds - step.attention - step.waiting
+    around = row.step_seconds - step.attention - step.waiting
     return [
         str(work),
         f"of a decode step of {row.step_seconds * 1e3:.1f} ms, cores attended for "
-        f"{step.attention / row.step_seconds:.1%}, waited for queries for "
-        f"{step.waiting / row.step_seconds:.1%}, and the host was elsewhere for "
-        f"{own / row.step_seconds:.1%}",
+        f"{step.attention / row.step_seconds:.1%}, were idle between layers for "
+        f"{step.waiting / row.step_seconds:.1%}, and ahead of the first and behind the last for "
+        f"{around / row.step_seconds:.1%}",
     ]
 
 

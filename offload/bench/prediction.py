@@ -239,7 +239,7 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) 
             found = model.offload.planned.choice
             how = found.setting
             work = Workload(how.batch, prompt, gen, GENERATIONS)
-            parts = how.micro_batch if how.decode_micro_batches > 1 else None
+            parts = how.micro_batch if how.micro_batch < how.batch else None
             timing = measure(model, work, device, parts)
             peak = gpu_peaks(device)[0]
             if pictures:

@@ -86,8 +86,11 @@ def _measure_offload(
             planned = model.offload.planned
             if setup.choose_batch:
                 work = replace(work, batch=planned.choice.setting.batch)
-            if planned is not None and planned.choice.setting.decode_micro_batches > 1:
-                sizes_of_batches["offload"] = planned.choice.setting.micro_batch
+            if planned is not None:
+                how = planned.choice.setting
+                sizes_of_batches["offload"] = (
+                    how.micro_batch if how.micro_batch < how.batch else None
+                )
             found = _time_batches(model, work, setup, device, sizes_of_batches)
             report, plan = model.offload.report(), model.offload.plan
             cpu_work, streamed_kv = model.offload.cpu_work, model.offload.streamed_kv

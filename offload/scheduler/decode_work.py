@@ -41,7 +41,8 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
     link, cpu = beside_cpu(hardware, model.group, moved + risen * count, attended)
     rising = link * risen * count / (moved + risen * count) if risen else 0.0
     exchange, exchanged = _exchange(model, hardware, setting, at_cpu)
-    cpu += exchange * count
+    if not setting.in_turns:  # else cores attend for the other part meanwhile
+        cpu += exchange * count
 
     few = FewRows(model, hardware, precision, batch, parts)
     # With few rows the norms are a part of the products.
@@ -52,7 +53,7 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         cpu=cpu / count,
         kernels=small * parts * (hardware.kernel or 0.0),
         issue=issue,
-        overlaps=parts > 1 and engine.overlaps,
+        exchange=exchange if setting.in_turns else None,
     )
     layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
     stay = setting.resident / count
@@ -123,18 +124,20 @@ class _Beside:
     """What a layer takes beside its products, the same for all layers: seconds."""
 
     attention: float  # on the compute device
-    cpu: float  # attention on CPU cores, the way there and back
+    cpu: float  # attention on CPU cores; the way there and back, unless parts take turns
     kernels: float  # small ones between the products
     issue: _Issue
-    overlaps: bool  # whether a part of the step is computed while cores attend for another
+    exchange: float | None  # of a part's way to cores and back, where two parts take turns
 
     def layer(self, products: float, early: float, resident: bool) -> float:
         """Seconds of the whole layer; `early`: those of its products that the compute device can do
         while cores attend.
         """
         gemm = max(products + self.kernels, self.issue.seconds(resident))
-        if self.overlaps:
-            return max(gemm + self.attention, self.cpu)
+        if self.exchange is not None:
+            # Whoever takes longer sets the pace, unless a part's own way through both does.
+            computed = gemm + self.attention
+            return max(computed, self.cpu, (computed + self.cpu) / 2 + self.exchange)
         # Both attend at once, and join before the output projection.
         return gemm + max(self.attention, self.cpu - early)
 
@@ -142,14 +145,15 @@ class _Beside:
 def _exchange(
     model: ModelProfile, hardware: Hardware, setting: Setting, at_cpu: int
 ) -> tuple[float, float]:
-    """For a layer's exchange with CPU cores: seconds without attention, and bytes that go down.
-    What comes up is no more than that.
+    """For a layer's exchange with CPU cores: seconds without attention, of parts that take turns of
+    one of them, and bytes that go down. What comes up is no more than that.
     """
     if not at_cpu:
         return 0.0, 0.0
     width = model.query_width + model.kv_width
     nbytes = at_cpu * width * model.itemsize(setting.precision)
-    moved = nbytes / hardware.needed("link_down") + nbytes / hardware.needed("link_up")
+    part = nbytes / (setting.decode_micro_batches if setting.in_turns else 1)
+    moved = part / hardware.needed("link_down") + part / hardware.needed("link_up")
     return moved + (hardware.exchange or 0.0), nbytes
 
 

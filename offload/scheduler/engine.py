@@ -34,7 +34,7 @@ class Engine:
     cpu_kv: frozenset[CpuAttention] = field(default=frozenset())
     int8_kv: bool = False  # whether those are int8, with a scale a token and head
     chunks: bool = False  # whether a pass reads prompts in parts, of rows or sequences
-    micro_batches: bool = False  # whether prompts take several passes, and a step has parts
+    micro_batches: bool = False  # whether prompts take several passes
     lockstep: bool = False  # whether parts of a batch may share a pass, of prompts and of steps
     masks: tuple[int, int] = (0, 0)  # most elements of all masks of padded prompts, of one
     scores: int = 0  # most elements of scores in memory at once; 0: attention is fused
@@ -44,7 +44,8 @@ class Engine:
     stored_streamed: bool = True  # also in layers that come through a slot
     own_kernels: bool = False  # whether few rows are multiplied by kernels measured as `few_rows`
     graphs: bool = False  # whether runs of resident layers are launched at once in a decode step
-    overlaps: bool = False  # whether a part of a step is computed while cores attend for another
+    # Whether a step may have two parts, one of which is computed while cores attend for the other.
+    overlaps: bool = False
     # Small kernels between the products of a layer in a decode step: with many rows, with few.
     small_kernels: tuple[int, int] = (0, 0)
     piece_kernels: int = 0  # launches for a piece of keys and values that comes up the link
@@ -96,6 +97,7 @@ FUSED = Engine(
     stored_streamed=False,
     own_kernels=True,
     graphs=True,
+    overlaps=True,
     load_kernels=6,
     small_kernels=(6, 2),
     piece_kernels=14,

@@ -219,8 +219,9 @@ def footprint(model: ModelProfile, job: Job, setting: Setting) -> Footprint:
     resident, cpu_layers, slot = weights.standing(setting.resident, setting.cpu)
     kv_layer = model.kv_bytes(setting.precision) * job.length
     tokens = setting.prefill_batch * job.prompt
-    rows = max(min(setting.prefill_rows, tokens), -(-setting.batch // setting.decode_micro_batches))
     engine = model.engine
+    # Parts of a step that take turns have memory of their own.
+    rows = max(min(setting.prefill_rows, tokens), setting.micro_batch)
     if engine.lockstep:
         rows = setting.micro_batch * job.prompt
     elif not engine.micro_batches:

@@ -44,7 +44,9 @@ def decode_pass(
     if not exact or not (work.link or work.rising):
         return _told(work, work.least)
     times = _layer_times(model, setting, work)
-    return _told(work, max(work.down, pass_seconds(times, setting.depth)))
+    # Parts that take turns use two layers at once for half of the time: a load ahead less.
+    depth = max(0, setting.depth - setting.in_turns)
+    return _told(work, max(work.down, pass_seconds(times, depth)))
 
 
 def prefill_pass(

@@ -50,12 +50,11 @@ class FewRows:
                 return Products(read / rate, read / hbm, flop / self._matrix)
             if not self.model.engine.own_kernels:
                 return self._as_stored(read, flop)
-        # Made whole once for all parts.
-        wide = layer.active * self.model.itemsize(self.precision)
-        once = size * self._met(layer)
-        product = self._plain(self.parts * wide, flop)
-        made = (once + wide) / (self.hardware.hbm_copy or hbm)
-        seconds, read = made + product.seconds, (once + wide) / hbm + product.hbm
+        # Each part makes them whole.
+        wide = self.parts * layer.active * self.model.itemsize(self.precision)
+        product = self._plain(wide, flop)
+        made = (read + wide) / (self.hardware.hbm_copy or hbm)
+        seconds, read = made + product.seconds, (read + wide) / hbm + product.hbm
         return Products(seconds, read, product.matrix, made)
 
     def _met(self, layer: LayerProfile) -> float:

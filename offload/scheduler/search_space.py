@@ -84,7 +84,10 @@ class Space:
             full = self.complete(replace(base, cpu_sequences=limit)) if limit else None
             if full is not None:
                 counts |= {min(limit, n) for n in balance(full)}
-            yield from (replace(base, cpu_sequences=n) for n in counts if n > 0)
+            for count in counts - {0}:
+                found = replace(base, cpu_sequences=count)
+                yield found
+                yield from self._in_turns(found)
 
     def _most_sequences(self, point: Point) -> int:
         """The most sequences that CPU memory holds beside the layers there."""
@@ -115,18 +118,24 @@ class Space:
             at = ROWS.index(point.rows)
             yield from (replace(point, rows=rows) for rows in ROWS[max(0, at - 1) : at + 2])
         if self._engine.micro_batches:
-            yield from self._other_parts(point)
+            yield replace(point, passes=point.passes * 2)
+            if point.passes > 1:
+                yield replace(point, passes=point.passes // 2)
         if self._engine.lockstep:
             yield replace(point, parts=2 * point.parts)
             yield replace(point, parts=max(1, point.parts // 2))
         yield from (replace(point, depth=depth) for depth in (1, 2) if depth != point.depth)
 
-    def _other_parts(self, point: Point) -> Iterator[Point]:
-        if point.cpu_sequences:
-            yield replace(point, parts=3 - point.parts)
-        yield replace(point, passes=point.passes * 2)
-        if point.passes > 1:
-            yield replace(point, passes=point.passes // 2)
+    def _in_turns(self, point: Point) -> Iterator[Point]:
+        """The same in two parts, where those may take turns. They use two layers at once, so it
+        takes two loads ahead for the link to have as much time as before.
+        """
+        if (
+            self._engine.overlaps
+            and point.attention is CpuAttention.CPU
+            and point.cpu_sequences > 1
+        ):
+            yield replace(point, parts=2, depth=2)
 
     def complete(self, point: Point) -> Setting | None:
         """The setting of `point` that fills the budgets; None where they cannot hold it."""

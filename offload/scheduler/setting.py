@@ -72,9 +72,16 @@ class Setting:
         return self.gpu_sequences + self.cpu_sequences
 
     @property
+    def in_turns(self) -> bool:
+        """Whether micro-batches of a step take turns: one is computed while CPU cores attend for
+        the other. Else each is a call of `generate` of its own, in lock step with the others.
+        """
+        return self.attention is CpuAttention.CPU and self.decode_micro_batches > 1
+
+    @property
     def micro_batch(self) -> int:
-        """Sequences that run at once in a layer while decoding; in lock step their prompts, too."""
-        return -(-self.batch // self.decode_micro_batches)
+        """Sequences of one call of `generate`, prompts and all."""
+        return self.batch if self.in_turns else -(-self.batch // self.decode_micro_batches)
 
     @property
     def prefill_batch(self) -> int:
@@ -92,9 +99,10 @@ class Setting:
         return min(self.depth + 1, self.streamed)
 
     @property
-    def kind(self) -> tuple[str, str, bool, bool]:
+    def kind(self) -> tuple[str, str, bool, bool, bool]:
         """What tells plans apart that are no mere shifts of numbers."""
-        return (self.weights, self.attention.value, self.streamed > 0, self.nvme > 0)
+        moves = self.streamed > 0, self.nvme > 0
+        return (self.weights, self.attention.value, *moves, self.in_turns)
 
     @property
     def family(self) -> tuple[str, str, bool, bool]:

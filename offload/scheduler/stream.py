@@ -201,7 +201,8 @@ class Stream:
 
     def _learn(self, site: int) -> None:
         before, self._site = self._site, site
-        if before == site and not self._shared:
+        # Not by others in lock step, nor by micro-batches that take turns.
+        if before == site and not (self._shared or self._in_use()):
             self._again.add(site)
         if before is None or before == site:
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.trace.intervals import Intervals, both, length, union, without
-from offload.trace.recorder import KEYS_AND_VALUES, Span, Track
+from offload.trace.recorder import KEYS_AND_VALUES, WEIGHTS, Span, Track
 
 COLUMNS = 64
 _SHADES = " .-=#"  # by the share of a column in which the resource works
@@ -91,7 +91,8 @@ def picture(spans: Sequence[Span]) -> Picture | None:
     work = {track: _of(spans, track, window) for track in _DRAWN}
     joins = _of(spans, Track.COMPUTE, window, waits_for=Track.CPU_ATTENTION.value)
     rises = _of(spans, Track.COMPUTE, window, waits_for=KEYS_AND_VALUES)
-    for held in (joins, rises):  # in the middle of a layer
+    loads = _of(spans, Track.COMPUTE, window, waits_for=WEIGHTS)
+    for held in (joins, rises, loads):  # in the middle of a layer, the last of one still in use
         work[Track.COMPUTE] = without(work[Track.COMPUTE], held)
     return Picture(
         number=chosen + 1,

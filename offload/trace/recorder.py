@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from offload.trace.intervals import union, without
 
 MOST_SPANS = 1_000_000  # then nothing more is recorded: a viewer would not open it
+WEIGHTS = "its weights"  # of a layer
 KEYS_AND_VALUES = "keys and values"  # that come up the link for attention, in the middle of a layer
 PROMPT = 50e-6  # a GPU that reaches a point so soon after the host made it had been waiting for it
 
@@ -94,11 +95,18 @@ class Trace:
         return len(self._host) + len(self._marked) >= MOST_SPANS
 
     def host(
-        self, track: Track, name: str, start: float, nbytes: int = 0, waits_for: str = ""
+        self,
+        track: Track,
+        name: str,
+        start: float,
+        nbytes: int = 0,
+        waits_for: str = "",
+        stop: float | None = None,
     ) -> None:
-        """Something that began at `start` (time.perf_counter) and has ended now."""
+        """Something that began at `start` (time.perf_counter) and ended at `stop`, or now."""
         if self._ended is None and not self.full:
-            span = start - self._zero, time.perf_counter() - self._zero
+            stop = time.perf_counter() if stop is None else stop
+            span = start - self._zero, stop - self._zero
             self._host.append(Span(track, name, *span, nbytes, waits_for=waits_for))
             # Where the CPU computes, a copy that its own thread makes is time that it does not.
             if track is Track.LINK_UP and threading.get_ident() == self._thread:
@@ -127,7 +135,7 @@ class Trace:
 
     def computes(self, layer: int) -> None:
         """It has been waited for, and its work is issued from now on."""
-        self._end("waits for layer", layer, waits_for="its weights")
+        self._end("waits for layer", layer, waits_for=WEIGHTS)
         self._begin("layer", layer)
 
     def computed(self, layer: int) -> None:

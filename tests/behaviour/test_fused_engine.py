@@ -433,7 +433,7 @@ def test_close_lets_go_of_the_slots(variant_folder: Folder) -> None:
     assert pointers and slots
     model.offload.close()
     session = cache.layers[0].common.session
-    assert session is not None and not session._calls
+    assert session is not None and not any(each._made for each in session.micro_batches)
     gc.collect()
     with pytest.raises(ClosedError):
         model(ids)

@@ -117,6 +117,29 @@ def test_sequences_go_to_cpu_memory_where_that_gives_more(
         assert model.offload.planned.choice.setting.cpu_sequences == 0
 
 
+def test_micro_batches_take_turns_where_they_were_planned(
+    variant_folder: Callable[[str], Path], hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if not the cores that attend were those that compute."""
+    folder, job = variant_folder("llama"), {"prompt_len": 2, "gen_len": 30}
+    with run(folder, goal="latency", engine="fused", **job) as model:
+        whole = model.offload.planned.choice.memory
+        assert model.offload._engine.micro_batches == 1
+    job |= {"max_memory": {0: 2 * whole.device, "cpu": "3MiB"}}
+    monkeypatch.setattr(planned, "_engine", lambda *args: FUSED)
+    even = replace(hardware, hbm=1e7, cpu_attention=((1, 1e7),))
+    rates_file(None, CPU).write_text(json.dumps(even.as_dict()))
+    with run(folder, engine="fused", goal="throughput", **job) as model:
+        found = model.offload.planned.choice
+        assert found.setting.in_turns and found.setting.micro_batch == found.setting.batch
+        assert model.offload._engine.micro_batches == 2
+        tokens = greedy(model, found.setting.batch, 2, 30)
+        assert model.offload._engine.cpu_work.latest[-1].sequences == found.setting.cpu_sequences
+        assert "generate` makes them" not in str(model.offload.report())
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(tokens, greedy(plain, found.setting.batch, 2, 30))
+
+
 @pytest.mark.parametrize("place", [0, "cpu"])
 def test_a_budget_that_cannot_hold_it_says_the_least(
     variant_folder: Callable[[str], Path], hardware: Hardware, place: int | str

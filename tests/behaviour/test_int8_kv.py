@@ -75,6 +75,7 @@ def test_any_split_says_what_rounded_numbers_say(
         patch.setattr(engine, "prefill_rows", data.draw(st.sampled_from([None, 1, 2 * tokens])))
         patch.setattr(engine.host_kv, "copies", late := LateCopies(data.draw(st.booleans())))
         patch.setattr(engine, "_copies", late)
+        patch.setattr(engine, "micro_batches", data.draw(st.sampled_from([1, 2])))
         patch.setattr(kv_pieces, "KV_PIECE", data.draw(st.sampled_from([1, 1 << 26])))
         got = generate(model, ids, pads, **options)
     want = generate(

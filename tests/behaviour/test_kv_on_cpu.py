@@ -188,6 +188,7 @@ def test_any_split_says_the_same(pair: Pair, data: st.DataObject) -> None:
         patch.setattr(engine, "prefill_rows", data.draw(st.sampled_from([None, 1, 2 * tokens])))
         patch.setattr(engine.host_kv, "copies", late := LateCopies(data.draw(st.booleans())))
         patch.setattr(engine, "_copies", late)
+        patch.setattr(engine, "micro_batches", data.draw(st.sampled_from([1, 2])))
         # A head's of one sequence, several heads', one sequence's, all.
         patch.setattr(kv_pieces, "KV_PIECE", data.draw(st.sampled_from([1, 9000, 20000, 1 << 26])))
         got = generate(model, ids, pads, **options)
@@ -203,16 +204,16 @@ def test_any_split_says_the_same(pair: Pair, data: st.DataObject) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+@pytest.mark.parametrize(("attention", "parts"), [("cpu", 1), ("cpu", 2), ("gpu", 1)])
 @pytest.mark.parametrize("name", exactness.FUSED)
-def test_every_family(variant_folder: Folder, name: str, attention: str) -> None:
+def test_every_family(variant_folder: Folder, name: str, attention: str, parts: int) -> None:
     folder = variant_folder(name)
     plain = comparison.plain_model(folder)
     asked = {k: v for k, v in comparison.left_padded(name).items() if k != "decoder_input_ids"}
     asked |= {"max_new_tokens": 6, "do_sample": False}
     with run(folder, batch_size=2, kv_on_cpu=1, kv_attention=attention) as model:
         engine = engine_of(model)
-        engine.prefill_rows = 1
+        engine.prefill_rows, engine.micro_batches = 1, parts
         said = [m.generate(**asked, num_beams=2) for m in (model, plain)]
         assert torch.equal(*said)
         assert engine.unserved == {}
@@ -235,9 +236,11 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.shape == want.shape and comparison.spread(got, want) < 1e-5
 
 
-def test_turns_over_one_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_turns_over_one_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     plain, model = pair
     engine = engine_of(model)
+    monkeypatch.setattr(engine, "micro_batches", parts)
     late = LateCopies()
     monkeypatch.setattr(engine.host_kv, "copies", late)
     monkeypatch.setattr(engine, "_copies", late)
@@ -279,9 +282,13 @@ def test_a_pass_that_breaks_off_leaves_no_copy_behind(
     assert close(got[0], want[:, 6]) and close(got[1], want[:, 9])
 
 
-def test_rows_move_between_the_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_move_between_the_sides(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
     """Reordered, selected, repeated, cropped, also while copies are on their way."""
     engine = engine_of(pair[1])
+    monkeypatch.setattr(engine, "micro_batches", parts)
     late = LateCopies()
     monkeypatch.setattr(engine.host_kv, "copies", late)
     monkeypatch.setattr(engine, "_copies", late)

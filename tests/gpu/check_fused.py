@@ -2,7 +2,8 @@
 torch and transformers is needed.
 
     python tests/gpu/check_fused.py [--tiers resident,cpu,nvme] [--dtypes float32,bfloat16]
-                                    [--quantised] [--kv-on-cpu {cpu,gpu}] [--device cuda] [NAME ...]
+                                    [--quantised] [--kv-on-cpu {cpu,turns,gpu}] [--device cuda]
+                                    [NAME ...]
 
 One line a variant, tier and dtype: the largest error against float64 of the fused engine and of
 the plain model, the number of graphs that were replayed, and "ok" or FAILED with what is wrong.
@@ -15,7 +16,8 @@ of resident layers must lie in panels where its scales are of the model's dtype.
 
 --kv-on-cpu: all sequences but the first keep keys and values in CPU memory, and prompts go through
 a layer sequence by sequence; no graph is replayed then. CPU cores attend to them, or the GPU (a
-head of a sequence at a time), as it says.
+head of a sequence at a time), as it says; with `turns` cores to all sequences, in two micro-batches
+that take turns.
 """
 
 from __future__ import annotations
@@ -90,11 +92,14 @@ def check(
         place = {"": "cpu", **dict.fromkeys(names[::2], 0)}
     name, _, form = name.partition("/")
     arguments = {"device_map": place, "device": device, "dtype": dtype, "max_length": 64}
+    turns = kv_on_cpu == "turns"
     if kv_on_cpu:
-        arguments |= {"batch_size": 2, "kv_on_cpu": 1, "kv_attention": kv_on_cpu}
+        attention = "cpu" if turns else kv_on_cpu
+        arguments |= {"batch_size": 2, "kv_on_cpu": 1 + turns, "kv_attention": attention}
     with offload.run(folder, engine="fused", **arguments) as model:
         if kv_on_cpu:
             model.offload._engine.prefill_rows = 1
+            model.offload._engine.micro_batches = 1 + turns
         got = exactness.logits(model, name)
         tokens = exactness.tokens(model, name) if dtype == torch.float32 else {}
         graphs = graphs_of(model, name)
@@ -108,7 +113,7 @@ def check(
         wrong.append("weights lie in panels" if panels else "no weight lies in panels")
     wanted = {"resident": 1, "mixed": 2}.get(tier, 0) if device != "cpu" else 0
     wanted = 0 if kv_on_cpu else wanted
-    if kv_on_cpu == "cpu" and not model.offload.cpu_work.steps:
+    if kv_on_cpu in ("cpu", "turns") and not model.offload.cpu_work.steps:
         wrong.append("nothing was done on CPU cores")
     if kv_on_cpu == "gpu" and not model.offload.streamed_kv.steps:
         wrong.append("nothing came up")
@@ -149,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--quantised", action="store_true")
-    parser.add_argument("--kv-on-cpu", nargs="?", const="cpu", choices=("cpu", "gpu"))
+    parser.add_argument("--kv-on-cpu", nargs="?", const="cpu", choices=("cpu", "turns", "gpu"))
     parser.add_argument("--tiers", default="resident,cpu,nvme,mixed")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--device", default="cuda")

@@ -24,7 +24,7 @@ from offload.errors import UnsupportedError
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import SHAPE, WeightFormat
-from offload.models.fused.host_rows import HostCall
+from offload.models.fused.host_rows import HostJoin
 from offload.models.fused.streamed_rows import Attending
 from offload.models.quantized.coded import Decoder, stand_for
 from offload.models.quantized.layer import Filling
@@ -144,7 +144,7 @@ def test_what_stands_behind_attention_is_made_whole_while_cores_attend(
         launch(self, stream)
 
     monkeypatch.setattr(Filling, "launch", fill)
-    for kind in (HostCall, Attending):
+    for kind in (HostJoin, Attending):
         attend = kind.launch
 
         def join(self: Any, stream: int = 0, attend: Any = attend) -> None:
@@ -162,6 +162,23 @@ def test_what_stands_behind_attention_is_made_whole_while_cores_attend(
         layers = model.config.num_hidden_layers
     # The output of attention and the MLP's two products, not the queries'.
     assert done == ["fill", "fill", "fill", "fill", "attend"] * layers
+
+
+@pytest.mark.parametrize("place", ["cpu", HALF], ids=str)
+def test_halves_that_take_turns_make_weights_whole_each(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    """While the other half is in the middle of the same layer, or of the next one."""
+    monkeypatch.setenv("OFFLOAD_POISON", "1")
+    out, plain = packed(source, tmp_path, "llama", MIXED, torch.float32)
+    ids = torch.randint(5, 60, (70, 4), generator=torch.Generator().manual_seed(0))
+    given = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    want = plain.generate(ids, **given)
+    host = {"batch_size": 70, "kv_on_cpu": 3, "max_length": 9, "dtype": torch.float32}
+    with fused(out, place, **host) as model:
+        for parts in (1, 2):
+            model.offload._engine.micro_batches = parts
+            assert torch.equal(model.generate(ids, **given), want)
 
 
 @pytest.mark.parametrize(("name", "method", "place"), METHODS, ids=str)

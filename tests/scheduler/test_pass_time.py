@@ -261,6 +261,32 @@ def test_two_micro_batches_let_the_gpu_work_beside_the_cpu() -> None:
     assert two.busy["HBM"] > 1.5 * one.busy["HBM"] - 50 * LENGTH * KV / 400e9
 
 
+def test_micro_batches_that_take_turns_are_as_quick_as_the_slower_side() -> None:
+    """With a layer more in use, and unless the way to cores and back is too long."""
+    model = replace(LLAMA_2_70B, engine=FUSED)
+    count, slow = len(model.layers), replace(H200, hbm=2e12, exchange=1e-4)
+    one = replace(
+        PLAIN, weights="int4", resident=0, cpu=count, depth=1, gpu_sequences=80,
+        cpu_sequences=300, attention=CpuAttention.CPU,
+    )  # fmt: skip
+    two = replace(one, depth=2, decode_micro_batches=2)
+    job = Job(512, 32)
+    serial, turns = (decode_pass(model, slow, job, how) for how in (one, two))
+    assert serial.limit == CHAIN and serial.seconds > 1.1 * max(serial.busy.values())
+    around = decode_work(model, slow, job, two).after
+    assert turns.seconds == pytest.approx(max(turns.busy.values()), abs=around)
+    # Each makes the weights whole, and cores are busy with attention alone.
+    assert turns.busy["HBM"] > 1.8 * serial.busy["HBM"]
+    assert turns.busy["CPU attention"] < serial.busy["CPU attention"]
+    # With two slots each load waits until the second has used the layer before.
+    narrow = decode_pass(model, slow, job, replace(two, depth=1))
+    assert narrow.seconds > turns.seconds + 0.9 * turns.busy["link up"]
+    # Half of a layer's work on both sides, and the way between them.
+    far = replace(slow, exchange=0.05)
+    least = count * (0.05 + turns.busy["CPU attention"] / count / 2)
+    assert least < decode_pass(model, far, job, two).seconds < 1.2 * least
+
+
 def test_keys_and_values_that_come_up_the_link() -> None:
     how = replace(PLAIN, gpu_sequences=60, cpu_sequences=40, attention=CpuAttention.GPU)
     found = decode_pass(OPT_30B, H200, JOB, how)

@@ -310,6 +310,29 @@ def test_micro_batches_meet_at_a_layer_that_is_loaded_once() -> None:
     assert stream.stats.misses == 1
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_two_that_take_turns_use_two_layers_at_once(slots: int) -> None:
+    """Each acquires a layer while the other still has the one before, which is loaded over then."""
+    stream, device = make(slots, sites := list(range(6)), depth=slots - 1)
+    for _ in range(3):
+        for site in sites:
+            for _ in range(2):
+                if site:
+                    device.launch(stream._where[site - 1], site - 1)
+                    stream.release(site - 1)
+                device.launch(stream.acquire(site), site)
+            following = {(site + i) % 6 for i in range(slots)}
+            assert device.present() == following
+        for _ in range(2):
+            device.launch(stream._where[5], 5)
+            stream.release(5)
+        stream.end_pass()
+    # It is sure that another comes next: behind the last use its own slot is loaded, too.
+    assert len(device.present() - {5}) == slots
+    assert stream.stats.misses == 1
+    device.run_all()
+
+
 def test_a_slot_is_filled_anew_as_soon_as_its_layer_was_used() -> None:
     """Not when the next layer is asked for: resident layers between the two may take long."""
     stream, device = make(2, sites := list(range(4)))

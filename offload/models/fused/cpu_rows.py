@@ -26,8 +26,8 @@ class CpuRows(Protocol):
     """The last rows of a session's batch: `HostRows`, to which CPU cores attend, or `StreamedRows`,
     which come up to the compute device.
 
-    In each layer a step fills what `staging` gives and launches it, and then launches `attention`;
-    what it issues between the two runs meanwhile.
+    In each layer a step fills what `staging` gives and launches it, then `starting`, where there is
+    such a call, and then `attention`; what it issues between the last two runs meanwhile.
     """
 
     @property
@@ -40,7 +40,13 @@ class CpuRows(Protocol):
     def staging(self, index: int, spec: LayerSpec) -> Staging:
         """What takes the new queries, keys and values of the layer `index`."""
 
+    def starting(self, index: int, spec: LayerSpec, scores: Scores) -> Launchable | None:
+        """The call that sets CPU cores to work on the layer `index`; None where none attend."""
+
     def attention(
         self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor
     ) -> Launchable:
         """The call that puts the attention of the layer `index` in out [rows, width]."""
+
+    def settle(self) -> None:
+        """Return when CPU cores are at work on nothing, also after a step that broke off."""

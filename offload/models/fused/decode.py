@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from operator import attrgetter, is_
 
 import torch
 
 from offload.kernels import Norm
-from offload.kernels.call import Launchable, current_stream
+from offload.kernels.call import current_stream
 from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.step_inputs import StepInputs
 from offload.kernels.workspace import Workspace
 from offload.models.fused.cpu_rows import CpuRows
 from offload.models.fused.decode_graph import LaunchGraph
 from offload.models.fused.entry import Entry
-from offload.models.fused.host_rows import CpuWork, HostRows
+from offload.models.fused.host_rows import CpuSteps, CpuWork, HostRows
 from offload.models.fused.layer_calls import LayerCalls, Rows
 from offload.models.fused.layer_weights import LayerWeights
+from offload.models.fused.micro_batch import MicroBatch
 from offload.models.fused.padding import Padding, PaddingCheck
 from offload.models.fused.streamed_rows import StreamedRows
 from offload.models.kv.layer import KvLayer
@@ -44,10 +46,11 @@ class DecodeSession:
         workspace: Workspace,
         work: CpuWork | None = None,
         streamed: StreamedKv | None = None,
+        micro_batches: int = 1,
     ) -> None:
         """For rows whose keys and values are in CPU memory: CPU cores attend to them, and `work`
         counts what they do; with `streamed` the keys and values come up to the compute device
-        instead.
+        instead. `micro_batches`: 1, or 2 that share the rows to which cores attend.
         """
         self._made_for = (padded, stream)
         # By the first layer of a stretch, and whether the entry is part of it.
@@ -62,42 +65,61 @@ class DecodeSession:
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
-        self._calls: dict[tuple[int, int | None], list[Launchable]] = {}
         self._last_norm: ResidualNorm | None = None
         self._rows = rows = Rows(self.batch, first.dtype, self.device)
         with torch.inference_mode(False):
             self.entry = Entry(rows("hidden", spec.hidden))
             self._start = torch.zeros_like(self.entry.length) if padded else None
-            self._on_cpu: CpuRows | None = None
-            host = layers[0].common.host
-            if layers[0].rows_on_cpu and streamed is not None:
-                self._on_cpu = StreamedRows(
-                    layers, spec, self.entry, self._start, streamed, workspace
+            self._on_cpu: list[CpuRows] = []  # one for each micro-batch, or none
+            host, count = layers[0].common.host, layers[0].rows_on_cpu
+            parts = _parts(self.batch, count, micro_batches)
+            if count and streamed is not None:
+                self._on_cpu.append(
+                    StreamedRows(layers, spec, self.entry, self._start, streamed, workspace)
                 )
-            elif layers[0].rows_on_cpu and host is not None:
-                self._on_cpu = HostRows(layers, self.entry, padded, host.copies, work or CpuWork())
+            elif count and host is not None:
+                steps = CpuSteps(work or CpuWork(), count)
+                self._on_cpu += [
+                    HostRows(
+                        layers,
+                        slice(max(part.start, self.batch - count), part.stop),
+                        self.entry,
+                        padded,
+                        host.copies,
+                        steps,
+                    )
+                    for part in parts
+                ]
             slopes = {
                 each: torch.tensor(each, dtype=torch.float32, device=self.device)
                 for each in {layer.slopes for layer in spec.layers}
                 if each is not None
             }
-        self._calls_of = LayerCalls(
-            spec=spec,
-            entry=self.entry,
-            keys=self._keys,
-            values=self._values,
-            start=self._start,
-            slopes=slopes,
-            on_cpu=self._on_cpu,
-            rows=rows,
-            workspace=workspace,
-        )
+            # The first has all rows of the compute device.
+            self.micro_batches = [
+                MicroBatch(
+                    LayerCalls(
+                        spec=spec,
+                        part=part,
+                        entry=self.entry,
+                        keys=[keys[part] for keys in self._keys],
+                        values=[values[part] for values in self._values],
+                        start=self._start,
+                        slopes=slopes,
+                        on_cpu=on_cpu,
+                        rows=rows,
+                        workspace=workspace,
+                    ),
+                    self.device,
+                )
+                for part, on_cpu in zip_longest(parts, self._on_cpu)
+            ]
         self._expect(None)
 
     @property
     def repeatable(self) -> bool:
         """Whether graphs of its calls do what the calls do."""
-        return self._on_cpu is None
+        return not self._on_cpu
 
     @property
     def padded(self) -> bool:
@@ -119,8 +141,8 @@ class DecodeSession:
             return
         if self._start is not None and padding is not None:
             self._start.copy_(padding.start)
-            if self._on_cpu is not None:
-                self._on_cpu.expect(padding)
+            for rows in self._on_cpu:
+                rows.expect(padding)
         self._expect(padding)
 
     def _expect(self, padding: Padding | None) -> None:
@@ -151,16 +173,15 @@ class DecodeSession:
 
     def launch(self, index: int, slot: int | None, weights: LayerWeights) -> None:
         """Issue a layer whose weights are in `slot`, or resident (None)."""
-        calls = self._calls.get((index, slot))
-        if calls is None:
-            with torch.inference_mode(False):
-                # A resident layer comes right behind another one, whatever is issued.
-                ahead = self._calls.get((index - 1, None)) if slot is None else None
-                calls = self._calls_of.layer(index, weights, ahead[-1] if ahead else None)
-            self._calls[index, slot] = calls
-        stream = current_stream(self.device)  # another one while a graph is captured
-        for call in calls:
-            call.launch(stream)
+        for micro_batch in self.micro_batches:
+            micro_batch.begin(index, slot, weights)
+        for micro_batch in self.micro_batches:
+            micro_batch.finish()
+
+    def settle(self) -> None:
+        """Return when CPU cores are at work on nothing, after a step that broke off."""
+        for rows in self._on_cpu:
+            rows.settle()
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """The model's last norm of `entry.hidden`, [batch, width], overwritten by the next step."""
@@ -173,10 +194,17 @@ class DecodeSession:
 
     def forget(self) -> None:
         """Let go of the weights, and of the graphs that read them."""
-        self._calls.clear()
+        for micro_batch in self.micro_batches:
+            micro_batch.forget()
         self._last_norm = None
         self.graphs.clear()
         self.issued.clear()
+
+
+def _parts(batch: int, on_cpu: int, count: int) -> list[slice]:
+    """The rows of 1 or 2 micro-batches, each with half of the last `on_cpu` rows."""
+    cut = batch - on_cpu // 2
+    return [slice(0, batch)] if count == 1 else [slice(0, cut), slice(cut, batch)]
 
 
 def buffers_of(layer: KvLayer) -> Buffers:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from offload.models.fused.decode import DecodeSession
 from offload.models.fused.decode_graph import LaunchGraph
 from offload.models.fused.decoder_layers import DecoderLayers
 from offload.models.fused.host_rows import CpuWork
+from offload.models.fused.micro_batch import MicroBatch
 from offload.models.fused.prompt import Prompt, Room
 from offload.models.fused.request import Request, Unserved
 from offload.models.fused.step import Step
@@ -35,6 +37,11 @@ from offload.models.shape import MLP_ROWS
 from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies, RowCopies
 
+# Without a plan, a step to whose sequences CPU cores attend has two micro-batches if the cores read
+# in a layer at least this share of the bytes of its whole weights (they read memory at a fiftieth
+# of a GPU's rate, or less), and so many bytes (some 0.4 ms: what a second micro-batch costs the
+# host in launches, and its rows on the way there and back).
+CPU_SHARE, CPU_BYTES = 1 / 16, 32 << 20
 _FIRST = 0, True  # the first of a session's stretches, with the entry in it
 
 
@@ -49,15 +56,19 @@ class FusedEngine(NotCopied):
         device: torch.device,
         host_kv: HostKv | None = None,
         prefill_rows: int | None = None,
+        micro_batches: int | None = None,
     ) -> None:
         """Over a model that is installed: its tensors are where the plan wants them.
 
         `host_kv`: where keys and values of a batch's last sequences go; None: nobody's.
         `prefill_rows`: tokens of a prompt's pass whose activations stand at once; None: all.
+        `micro_batches`: of a decode step to whose sequences CPU cores attend, 1 or 2; None: 2 where
+        that seems worth it.
         """
         self.spec = spec
         self.host_kv = host_kv
         self.prefill_rows = prefill_rows
+        self.micro_batches = micro_batches
         self.cpu_work = CpuWork(trace=lambda: owner.trace)
         self.streamed_kv: StreamedKv | None = None
         if host_kv is not None and host_kv.streamed:
@@ -99,8 +110,11 @@ class FusedEngine(NotCopied):
                 except _Unexpected:
                     return self._run(self._read(given, expect=False))
             except BaseException:
-                # A pass that broke off may have copies under way, to memory that others get next.
+                # A pass that broke off may have copies under way, to memory that others get next,
+                # and cores at work on it.
                 self._copies.drain()
+                for session in list(self._sessions):
+                    session.settle()
                 raise
 
     def _current(self) -> AbstractContextManager[Any]:
@@ -290,8 +304,12 @@ class FusedEngine(NotCopied):
             session.expect(request.padding)
             session.entry.take(request.ids, request.positions, request.past)
             self._enter(session, request.past, request.embeddings)
-        for first, last in self._layers.stretches[0 if self._layers.layers[0].streamed else 1 :]:
-            self._issue(session, first, last)
+        if self._in_turns(session):
+            self._issue_in_turns(session)
+        else:
+            begun = 0 if self._layers.layers[0].streamed else 1
+            for first, last in self._layers.stretches[begun:]:
+                self._issue(session, first, last)
         if request.check is not None and not request.check.holds():
             raise _Unexpected
         for kv in kept:
@@ -310,13 +328,41 @@ class FusedEngine(NotCopied):
         self, session: DecodeSession, past: int, embeddings: torch.Tensor | None = None
     ) -> None:
         """Issue what lies ahead of the layers, and the first stretch where that is resident."""
-        streamed = self._layers.layers[0].streamed
-        together = self._ahead.repeatable and embeddings is None and not streamed
+        stretch = not (self._layers.layers[0].streamed or self._in_turns(session))
+        together = self._ahead.repeatable and embeddings is None and stretch
         if not together:
             session.entry.run(self._ahead, embeddings)
-        if not streamed:
+        if stretch:
             self._issue(session, *self._layers.stretches[0], entry=together)
         session.entry.passed(past)
+
+    def _in_turns(self, session: DecodeSession) -> bool:
+        """Whether the session's micro-batches take turns. In lock step a layer is used by one
+        session after another, and no two layers at once.
+        """
+        return len(session.micro_batches) > 1 and self._owner.lockstep is None
+
+    def _issue_in_turns(self, session: DecodeSession) -> None:
+        """Issue all layers so that CPU cores always have work: while they attend for one
+        micro-batch, the compute device finishes a layer for the other and begins the next.
+        """
+        turns = [self._layer_by_layer(micro_batch) for micro_batch in session.micro_batches]
+        try:
+            for _ in zip_longest(*turns):
+                pass
+        finally:
+            for turn in turns:
+                turn.close()
+
+    def _layer_by_layer(self, micro_batch: MicroBatch) -> Generator[None, None, None]:
+        """Issues all layers for the rows of a micro-batch. It is the others' turn where the host
+        would wait for CPU cores; a layer and the one behind it may be in place at once.
+        """
+        for index, layer in enumerate(self._layers.layers):
+            with self._told(index, index), layer.in_place(self._stream) as (slot, weights):
+                micro_batch.begin(index, slot, weights)
+                yield
+                micro_batch.finish()
 
     def launch(self, session: DecodeSession, first: int, last: int, entry: bool = False) -> None:
         """Issue the layers first to last of a decode step call by call, behind the entry or not."""
@@ -369,10 +415,33 @@ class FusedEngine(NotCopied):
             common.session = None  # before the new one takes memory
             workspace = self._workspace(stream)
             common.session = DecodeSession(
-                self.spec, layers, padded, stream, workspace, self.cpu_work, self.streamed_kv
+                self.spec,
+                layers,
+                padded,
+                stream,
+                workspace,
+                self.cpu_work,
+                self.streamed_kv,
+                self._micro_batches(layers),
             )
             self._sessions.add(common.session)
         return common.session
+
+    def _micro_batches(self, kept: list[KvLayer]) -> int:
+        """Of the decode steps of a cache: as planned, or 2 where cores attend for much longer than
+        the compute device takes for a layer, which two loads ahead leave room to hold.
+        """
+        if kept[0].rows_on_cpu < 2 or self.streamed_kv is not None:
+            return 1
+        if self.micro_batches is not None:
+            return self.micro_batches
+        ahead = self._stream is None or self._stream.depth > 1
+        read = sum(
+            layer.host_bytes(spec.window)
+            for layer, spec in zip(kept, self.spec.layers, strict=True)
+        )
+        long = read >= max(CPU_SHARE * self._layers.whole_bytes, CPU_BYTES * len(kept))
+        return 2 if ahead and long and self._device.type == "cuda" else 1
 
     def _reserve(self, kept: list[KvLayer], columns: int, batch: int) -> None:
         for kv, layer in zip(kept, self.spec.layers, strict=True):

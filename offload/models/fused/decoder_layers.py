@@ -130,6 +130,16 @@ class DecoderLayers:
         in_int8 = sum(product.int8 for product in products)
         return sum(p.as_stored(1) is not None for p in products) - in_int8, in_int8
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all layers' products, of quantised weights as they stand whole."""
+        weights = [
+            getattr(layer.like, name).weight
+            for layer in self.layers
+            for name in layer.spec.linears()
+        ]
+        return sum(weight.numel() * weight.element_size() for weight in weights)
+
     def why_not(self) -> str | None:
         """A change that the user made to a layer and that only transformers' modules respect; None:
         there is none.

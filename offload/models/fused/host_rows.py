@@ -43,7 +43,7 @@ class CpuStep:
 
     sequences: int
     attention: float = 0.0  # seconds in which cores attended
-    waiting: float = 0.0  # seconds in which they were idle, as queries had not come down yet
+    waiting: float = 0.0  # seconds in which they were idle between layers
     nbytes: int = 0  # of keys and values that were read
 
 
@@ -54,6 +54,7 @@ class CpuWork:
     steps: int = 0  # decode steps that had such rows
     latest: deque[CpuStep] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     trace: Callable[[], Trace | None] = lambda: None  # the trace to tell, if there is one
+    ended: float = 0.0  # when cores had done what was waited for last, by time.perf_counter
 
     @property
     def typical(self) -> CpuStep | None:
@@ -76,9 +77,39 @@ class CpuWork:
         rate = f" at {step.nbytes / step.attention / 1e9:.1f} GB/s" if step.attention else ""
         return (
             f"attention on the CPU: {step.sequences} sequences, {format_size(step.nbytes)} in "
-            f"{step.attention * 1e3:.1f} ms a step{rate}; between layers cores waited "
-            f"{step.waiting * 1e3:.1f} ms for queries (medians of {len(self.latest)} steps)"
+            f"{step.attention * 1e3:.1f} ms a step{rate}; between layers cores were idle for "
+            f"{step.waiting * 1e3:.1f} ms (medians of {len(self.latest)} steps)"
         )
+
+
+class CpuSteps:
+    """The decode steps of one session, of so many sequences in CPU memory."""
+
+    def __init__(self, work: CpuWork, sequences: int) -> None:
+        self.work, self.sequences = work, sequences
+        self._step: CpuStep | None = None
+
+    def begin(self) -> None:
+        """What cores do from now on is for another step."""
+        self._step = None
+
+    def add(self, started: float, attention: HostAttention) -> None:
+        """Cores have done `attention`, which was started at that time, behind what was before."""
+        work, step = self.work, self._step
+        began = max(started, work.ended)
+        if step is None:
+            step = self._step = CpuStep(self.sequences)
+            work.steps += 1
+            work.latest.append(step)
+        else:
+            step.waiting += began - work.ended
+        work.ended = began + attention.seconds
+        step.attention += attention.seconds
+        step.nbytes += attention.bytes_read
+        trace = work.trace()
+        if trace is not None:
+            nbytes = attention.bytes_read
+            trace.host(Track.CPU_ATTENTION, "attention", began, nbytes, stop=work.ended)
 
 
 class HostRows:
@@ -92,45 +123,62 @@ class HostRows:
     def __init__(
         self,
         layers: Sequence[KvLayer],
+        rows: slice,
         entry: Entry,
         padded: bool,
         copies: RowCopies,
-        work: CpuWork,
+        steps: CpuSteps,
     ) -> None:
-        self.count = layers[0].rows_on_cpu
-        self.work = work
-        self._layers = [(x.host_keys, x.host_values) for x in layers]
+        """`rows`: of the batch."""
+        first = layers[0].batch_size - layers[0].rows_on_cpu
+        own = slice(rows.start - first, rows.stop - first)
+        self.steps = steps
+        self._rows, self._count, self._first = rows, rows.stop - rows.start, not own.start
+        self._layers = [
+            (x.host_keys[own], x.host_values[own])
+            for x in layers
+            if x.host_keys is not None and x.host_values is not None
+        ]
         self._like = entry.hidden
         self._entry = entry
         self._copies = copies
-        self._step = CpuStep(self.count)
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
-        self._attentions: dict[int, HostAttention] = {}
-        self._length = torch.zeros(self.count, dtype=torch.int32)
+        self._jobs: dict[int, HostJob] = {}
+        self._length = torch.zeros(self._count, dtype=torch.int32)
         self._start = torch.zeros_like(self._length) if padded else None
         self.column = torch.zeros(1, dtype=torch.int32, device=entry.hidden.device)
 
     def expect(self, padding: Padding | None) -> None:
         if self._start is not None and padding is not None:
-            self._start.copy_(padding.start[-self.count :])
+            self._start.copy_(padding.start[self._rows])
 
     def staging(self, index: int, spec: LayerSpec) -> Exchange:
         """The buffers of the layer `index`, and of others of its layout."""
         layout = spec.layout
         key = layout.heads, layout.kv_heads, layout.head_dim
         if key not in self._exchanges:
-            self._exchanges[key] = Exchange(layout, self.count, self._like, self._copies)
+            self._exchanges[key] = Exchange(layout, self._count, self._like, self._copies)
         return self._exchanges[key]
 
-    def attention(self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor) -> HostCall:
-        exchange = self.staging(index, spec)
-        if index not in self._attentions:  # one for all slots
-            self._attentions[index] = self._make(index, scores, exchange)
-        return HostCall(self, exchange, self._attentions[index], out, first=index == 0)
+    def starting(self, index: int, spec: LayerSpec, scores: Scores) -> HostStart:
+        first = not index and self._first
+        return HostStart(self, self._job(index, spec, scores), first)
+
+    def attention(self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor) -> HostJoin:
+        return HostJoin(self, self._job(index, spec, scores), out)
+
+    def settle(self) -> None:
+        for job in self._jobs.values():
+            job.attention.wait()
+
+    def _job(self, index: int, spec: LayerSpec, scores: Scores) -> HostJob:
+        if index not in self._jobs:  # one for all slots
+            exchange = self.staging(index, spec)
+            self._jobs[index] = HostJob(exchange, self._make(index, scores, exchange))
+        return self._jobs[index]
 
     def _make(self, index: int, scores: Scores, exchange: Exchange) -> HostAttention:
         keys, values = self._layers[index]
-        assert keys is not None and values is not None
         query, new_key, new_value = exchange.sent
         return HostAttention(
             query,
@@ -147,14 +195,18 @@ class HostRows:
             beside_stream=True,
         )
 
-    def begin(self, first: bool) -> CpuStep:
-        """Called when a layer's attention begins; `first`: it is the first of a step."""
+    def expect_column(self) -> None:
+        """The next attention is that of the step under way."""
         self._length.fill_(self._entry.past + 1)
-        if first:
-            self._step = CpuStep(self.count)
-            self.work.steps += 1
-            self.work.latest.append(self._step)
-        return self._step
+
+
+@dataclass(slots=True)
+class HostJob:
+    """A layer's attention."""
+
+    exchange: Exchange
+    attention: HostAttention
+    started: float = 0.0  # by time.perf_counter
 
 
 class Exchange:
@@ -184,41 +236,43 @@ class Exchange:
         self.point = self.copies.down(self._memory.flatten(1), self._staged.flatten(1))
 
 
-class HostCall:
-    """Waits for what was sent, attends, and brings the result up."""
+class HostStart:
+    """Waits for what was sent, and lets cores attend once they are done with what was before."""
 
-    def __init__(
-        self,
-        rows: HostRows,
-        exchange: Exchange,
-        attention: HostAttention,
-        out: torch.Tensor,
-        first: bool,
-    ) -> None:
-        self._rows, self._exchange, self._attention = rows, exchange, attention
-        self._out, self._first = out, first
+    def __init__(self, rows: HostRows, job: HostJob, first: bool) -> None:
+        """`first`: it is the first of a step."""
+        self._rows, self._job, self._first = rows, job, first
 
     def launch(self, stream: int = 0) -> None:
-        """The host waits here, while the compute device works on what was issued before: its own
-        rows' attention, and the next layers' weights are on their way.
+        """While the host waits here, cores may be at work for other rows."""
+        exchange = self._job.exchange
+        exchange.copies.synchronize(exchange.point)
+        if self._first:
+            self._rows.steps.begin()
+        self._rows.expect_column()
+        self._job.started = time.perf_counter()
+        self._job.attention.start()
+
+
+class HostJoin:
+    """Waits for cores, and brings the result up."""
+
+    def __init__(self, rows: HostRows, job: HostJob, out: torch.Tensor) -> None:
+        self._rows, self._job, self._out = rows, job, out
+
+    def launch(self, stream: int = 0) -> None:
+        """The host waits here, while the compute device works on what was issued before: other
+        rows' attention or all of their part, and the next layers' weights are on their way.
         """
-        exchange, attention, trace = self._exchange, self._attention, self._rows.work.trace()
+        job, steps = self._job, self._rows.steps
+        trace = steps.work.trace()
         if trace is not None:
             trace.joins()
-        asked = time.perf_counter()
-        exchange.copies.synchronize(exchange.point)
-        step, start = self._rows.begin(self._first), time.perf_counter()
-        try:
-            attention.start()
-            attention.poll()
-        finally:
-            attention.wait()  # also where Ctrl-C came: it reads and writes what others may get
-        step.waiting += start - asked
-        step.attention += time.perf_counter() - start
-        step.nbytes += attention.bytes_read
+        job.attention.poll()
+        job.attention.wait()
+        steps.add(job.started, job.attention)
         if trace is not None:
-            trace.host(Track.CPU_ATTENTION, "attention", start, attention.bytes_read)
             trace.joined()
         # A kernel that reads CPU memory: the result does not queue up behind a layer of weights. It
         # is not overwritten before the next layer's queries are down, which this kernel precedes.
-        torch.mul(exchange.mapped, 1, out=self._out)
+        torch.mul(job.exchange.mapped, 1, out=self._out)

@@ -43,12 +43,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """Makes them, on a session's buffers. `keys`, `values`: a layer's, [batch, kv_heads, capacity,
-    head_dim], of sequences whose keys and values lie on the compute device; the others' are
-    `on_cpu`. `start`: int32 [batch], the first column of each row; None: 0.
+    """Makes them for the rows `part` of a session's batch, on the session's buffers. `keys`,
+    `values`: a layer's, [rows, kv_heads, capacity, head_dim], of the first rows of `part`, whose
+    keys and values lie on the compute device; the others' are `on_cpu`. `start`: int32 [batch], the
+    first column of each row; None: 0.
     """
 
     spec: ModelSpec
+    part: slice
     entry: Entry
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
@@ -58,53 +60,64 @@ class LayerCalls:
     rows: Rows
     workspace: Workspace
 
+    @property
+    def _count(self) -> int:
+        """Rows of the part."""
+        return self.part.stop - self.part.start
+
+    @property
+    def _hidden(self) -> torch.Tensor:
+        return self.entry.hidden[self.part]
+
+    def _memory(self, name: str, width: int) -> torch.Tensor:
+        return self.rows(name, width)[self.part]
+
     def layer(
         self, index: int, weights: LayerWeights, ahead: Launchable | None
-    ) -> list[Launchable]:
-        """The calls of a layer, in the order of their launch, behind the call `ahead`."""
+    ) -> tuple[list[Launchable], list[Launchable]]:
+        """The calls of a layer, in the order of their launch, behind the call `ahead`: those up to
+        where attention to the rows in CPU memory begins, if there are any, and all others.
+        """
         spec, layout = self.spec.layers[index], self.spec.layers[index].layout
-        qkv = self.rows("qkv", layout.width)
-        attended = self.rows("attended", layout.heads * layout.head_dim)
+        qkv = self._memory("qkv", layout.width)
+        attended = self._memory("attended", layout.heads * layout.head_dim)
         chain = Chain(ahead)
-        self._multiply(chain, self.entry.hidden, weights.qkv, qkv, norm=weights.attention_norm)
-        join = None
+        self._multiply(chain, self._hidden, weights.qkv, qkv, norm=weights.attention_norm)
+        below = attended[self.keys[index].shape[0] :]
         if self.on_cpu is not None:  # first of all, for that takes longest
-            join = self._start_on_cpu(chain, index, weights, qkv, attended)
+            self._send(chain, index, weights, qkv)
         self._attend(chain, index, weights, qkv, attended)
-        inner = self.rows("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
+        inner = self._memory("inner", weights.mlp_in.outputs // (2 if spec.gated else 1))
         if spec.parallel:  # the MLP reads what came in, before anything is added to it
             self._widen(chain, spec, weights, inner, None)
-        if join is not None:
+        first: list[Launchable] = []
+        if self.on_cpu is not None:
+            scores = self._scores(spec)
+            start = self.on_cpu.starting(index, spec, scores)
+            if start is not None:
+                chain.put(start)
+            first, chain = chain.calls, Chain(None)
             # Meanwhile the compute device has nothing else to do.
-            for product in (weights.attention_out, weights.mlp_in, weights.mlp_out):
+            wide = () if spec.parallel else (weights.mlp_in,)
+            for product in (weights.attention_out, *wide, weights.mlp_out):
                 self._make_whole(chain, product)
-            chain.put(join)
+            chain.put(self.on_cpu.attention(index, spec, scores, below))
         norms = weights.attention_norm_out, weights.attention_sum_norm
         next_norm = None if spec.parallel else weights.mlp_norm
         normed = self._add(chain, attended, weights.attention_out, *norms, next_norm)
         if not spec.parallel:
             self._widen(chain, spec, weights, inner, normed)
         self._add(chain, inner, weights.mlp_out, weights.mlp_norm_out, weights.mlp_sum_norm)
-        return chain.calls
+        return first, chain.calls
 
-    def _start_on_cpu(
-        self,
-        chain: Chain,
-        index: int,
-        weights: LayerWeights,
-        qkv: torch.Tensor,
-        attended: torch.Tensor,
-    ) -> Launchable:
-        """Send off new queries, keys and values of the rows in CPU memory. Returns the call that
-        waits for their attention and puts it in `attended`: for later in the chain.
-        """
+    def _send(self, chain: Chain, index: int, weights: LayerWeights, qkv: torch.Tensor) -> None:
+        """Send off new queries, keys and values of the rows in CPU memory."""
         assert self.on_cpu is not None
         spec, split = self.spec.layers[index], self.keys[index].shape[0]
         staging = self.on_cpu.staging(index, spec)
         below = slice(split, None)
         self._append(chain, spec, weights, qkv, below, staging.staged, self.on_cpu.column)
         chain.put(staging)
-        return self.on_cpu.attention(index, spec, self._scores(spec), attended[below])
 
     def _attend(
         self,
@@ -121,7 +134,7 @@ class LayerCalls:
         if not split:
             return
         own, heads = slice(None, split), (split, layout.heads, layout.head_dim)
-        query = self.rows("query", layout.heads * layout.head_dim)[own].view(heads)
+        query = self._memory("query", layout.heads * layout.head_dim)[own].view(heads)
         into = query[:, None], keys, values
         self._append(chain, spec, weights, qkv, own, into, self.entry.column)
         chain.add(
@@ -130,8 +143,8 @@ class LayerCalls:
             keys,
             values,
             attended[own].view(heads),
-            length=self.entry.length[own],
-            start=None if self.start is None else self.start[own],
+            length=self.entry.length[self.part][own],
+            start=None if self.start is None else self.start[self.part][own],
             scores=self._scores(spec),
             workspace=self.workspace,
             even=self.start is None,
@@ -155,8 +168,8 @@ class LayerCalls:
         query, keys, values = into
         rotation = None
         if spec.rotary is not None:
-            cos, sin = self.entry.angles[spec.rotary]
-            rotation = Rotation(cos[rows], sin[rows], spec.interleaved)
+            cos, sin = (angles[self.part][rows] for angles in self.entry.angles[spec.rotary])
+            rotation = Rotation(cos, sin, spec.interleaved)
         chain.add(
             RotaryAppend,
             qkv[rows, None],
@@ -184,7 +197,7 @@ class LayerCalls:
         """
         self._multiply(
             chain,
-            self.entry.hidden if normed is None else normed,
+            self._hidden if normed is None else normed,
             weights.mlp_in,
             inner,
             bias=weights.mlp_in.bias,
@@ -207,16 +220,16 @@ class LayerCalls:
         Returns `next_norm` of the new hidden, if a kernel that runs here anyway can compute it;
         else None.
         """
-        hidden = self.entry.hidden
+        hidden = self._hidden
         if branch_norm is None and sum_norm is None:
             bias = product.bias
             self._multiply(chain, into, product, hidden, bias=bias, residual=hidden)
             return None
-        branch = self.rows("branch", hidden.shape[1])
+        branch = self._memory("branch", hidden.shape[1])
         self._multiply(chain, into, product, branch)
         normed = None
         if sum_norm is None and next_norm is not None:
-            normed = self.rows("normed", hidden.shape[1])
+            normed = self._memory("normed", hidden.shape[1])
         chain.add(
             ResidualNorm,
             residual=hidden,
@@ -239,10 +252,10 @@ class LayerCalls:
         **around: Any,
     ) -> None:
         """out = product of `into`, to which `norm` is applied first; `into` is `hidden` then."""
-        stored = product.as_stored(self.rows.batch)
+        stored = product.as_stored(self._count)
         if stored is not None:
             if norm is not None:
-                normed = self.rows("normed", into.shape[1])
+                normed = self._memory("normed", into.shape[1])
                 chain.add(ResidualNorm, residual=into, norm=norm, out=normed)
                 into = normed
             weight = stored.form, stored.tensors
@@ -266,7 +279,7 @@ class LayerCalls:
 
     def _make_whole(self, chain: Chain, product: Product) -> None:
         """What a product with its whole weight takes before; nothing if that was put earlier."""
-        if product.filling is not None and product.as_stored(self.rows.batch) is None:
+        if product.filling is not None and product.as_stored(self._count) is None:
             chain.fill(product.filling)
 
 

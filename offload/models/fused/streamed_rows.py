@@ -109,10 +109,16 @@ class StreamedRows:
             self._sendings[index] = Sending(self, self.kept[index], self._news[key])
         return self._sendings[index]
 
+    def starting(self, index: int, spec: LayerSpec, scores: Scores) -> None:
+        """No core attends."""
+
     def attention(
         self, index: int, spec: LayerSpec, scores: Scores, out: torch.Tensor
     ) -> Attending:
         return Attending(self, index, self.staging(index, spec), spec.layout, scores, out)
+
+    def settle(self) -> None:
+        """Nothing to do."""
 
     def pieces(self, index: int) -> list[Piece]:
         """The pieces of a layer."""

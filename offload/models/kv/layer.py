@@ -126,6 +126,19 @@ class KvLayer(CacheLayerMixin):
         """Rows whose keys and values are in CPU memory."""
         return 0 if self.host_keys is None else self.host_keys.shape[0]
 
+    def host_bytes(self, window: int = 0) -> int:
+        """Bytes that attention to those rows reads at most; `window`: the columns that it sees, 0:
+        all.
+        """
+        keys = self.host_keys
+        if keys is None:
+            return 0
+        rows, heads, capacity, width = keys.shape
+        columns = min(window or capacity, capacity)
+        return 2 * HostColumns.nbytes(
+            (rows, heads, columns, width), keys.dtype, keys.scales is not None
+        )
+
     @property
     def batch_size(self) -> int:
         """Rows; 0 before anything was kept."""

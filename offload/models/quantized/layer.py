@@ -96,7 +96,10 @@ class QuantisedLayer:
         self.scratch.holds.clear()
 
     def leave(self) -> None:
-        """The layer's weights may be replaced by others."""
+        """The layer's weights may be replaced by others, and are made whole again for others who
+        are still to use them.
+        """
+        self.scratch.holds.clear()
         self.scratch.poison()
 
     def whole(
