@@ -76,6 +76,20 @@ def test_every_second_of_a_pass_has_a_cause() -> None:
     assert sum(found.compute.values()) == sum(found.link.values()) == 10
 
 
+def test_a_layer_that_others_still_use_does_not_work_while_the_next_is_waited_for() -> None:
+    found = picture(
+        [
+            span(Track.PASS, 0, 10),
+            span(Track.LINK_UP, 0, 7),
+            span(Track.COMPUTE, 1, 9),
+            span(Track.COMPUTE, 4, 7, waits_for="its weights"),
+            span(Track.COMPUTE, 7, 10),
+        ]
+    )
+    assert found is not None
+    assert found.compute["works"] == 6 and found.compute["waits for the link"] == 4
+
+
 def test_the_page_has_predicted_beside_achieved() -> None:
     found = picture(PASS)
     assert found is not None

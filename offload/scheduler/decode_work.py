@@ -55,7 +55,7 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         issue=issue,
         exchange=exchange if setting.in_turns else None,
     )
-    layers, compute, hbm, matrix = [], 0.0, 0.0, 0.0
+    layers, compute, hbm, matrix, ends = [], 0.0, 0.0, 0.0, 0.0
     stay = setting.resident / count
     for layer, size, number in weights.kinds:
         both = []
@@ -67,14 +67,17 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
             compute += share * number * both[-1]
             hbm += share * number * (products.hbm + seen / hbm_rate)
             matrix += share * number * products.matrix
+            if setting.in_turns:  # cores wait for the first queries, and have done the last layer
+                ends = beside.computed(products.seconds, resident) / parts + exchange
         layers.append((both[0], both[1]))
-    head = parts * model.vocabulary * model.hidden * model.itemsize(precision) / hbm_rate
+    heads = 1 if setting.in_turns else parts
+    head = heads * model.vocabulary * model.hidden * model.itemsize(precision) / hbm_rate
     idle = engine.step_calls * (hardware.call or 0.0)  # the GPU has nothing to do
     return Work(
         layers=tuple(layers),
-        compute=compute + head + idle,
+        compute=compute + ends + head + idle,
         before=0.0,
-        after=head + idle,
+        after=ends + head + idle,
         link=link - rising,
         rising=rising,
         disk=read / hardware.needed("disk") if read else 0.0,
@@ -129,17 +132,20 @@ class _Beside:
     issue: _Issue
     exchange: float | None  # of a part's way to cores and back, where two parts take turns
 
+    def computed(self, products: float, resident: bool) -> float:
+        """Seconds of what the compute device does of a layer."""
+        return max(products + self.kernels, self.issue.seconds(resident)) + self.attention
+
     def layer(self, products: float, early: float, resident: bool) -> float:
         """Seconds of the whole layer; `early`: those of its products that the compute device can do
         while cores attend.
         """
-        gemm = max(products + self.kernels, self.issue.seconds(resident))
+        computed = self.computed(products, resident)
         if self.exchange is not None:
             # Whoever takes longer sets the pace, unless a part's own way through both does.
-            computed = gemm + self.attention
             return max(computed, self.cpu, (computed + self.cpu) / 2 + self.exchange)
         # Both attend at once, and join before the output projection.
-        return gemm + max(self.attention, self.cpu - early)
+        return computed + max(0.0, self.cpu - early - self.attention)
 
 
 def _exchange(

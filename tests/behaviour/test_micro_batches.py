@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comparison
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from offload.kernels.host_attention import HostAttention
 from offload.models.fused import decoder
 from offload.models.fused.decode import DecodeSession
-from offload.models.fused.host_rows import HostJoin, HostStart
+from offload.models.fused.host_rows import CpuSteps, CpuWork, HostJoin, HostStart
 from offload.models.kv.cache import common_of
 from offload.scheduler.stream import Stream
 
@@ -94,6 +95,18 @@ def test_cores_have_work_while_the_other_half_is_computed(
         assert max(loads) <= 1 and stream.stats.misses == before[1]
     assert [m._calls.part for m in session_of(cache).micro_batches] == [slice(0, 3), slice(3, 5)]
     assert steps_of(engine) == (2, 4)
+
+
+def test_cores_are_idle_where_nothing_was_started_behind_what_they_did() -> None:
+    work = CpuWork()
+    steps = CpuSteps(work, 4)
+    done: Any = SimpleNamespace(seconds=2.0, bytes_read=10)
+    for starts in ((1.0, 2.0, 6.5), (20.0, 21.0)):
+        steps.begin()
+        for started in starts:
+            steps.add(started, done)
+    assert [(s.attention, s.waiting, s.nbytes) for s in work.latest] == [(6, 1.5, 30), (4, 0, 20)]
+    assert work.steps == 2 and {s.sequences for s in work.latest} == {4}
 
 
 def test_generations_are_those_of_one_batch(pair: Any) -> None:

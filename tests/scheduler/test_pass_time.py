@@ -275,6 +275,9 @@ def test_micro_batches_that_take_turns_are_as_quick_as_the_slower_side() -> None
     assert serial.limit == CHAIN and serial.seconds > 1.1 * max(serial.busy.values())
     around = decode_work(model, slow, job, two).after
     assert turns.seconds == pytest.approx(max(turns.busy.values()), abs=around)
+    # The rows of one half pass a layer, and go to cores and back, while no core has anything to do.
+    half = turns.busy["HBM"] / count / 2
+    assert around > 1e-4 + 0.9 * half
     # Each makes the weights whole, and cores are busy with attention alone.
     assert turns.busy["HBM"] > 1.8 * serial.busy["HBM"]
     assert turns.busy["CPU attention"] < serial.busy["CPU attention"]
