@@ -81,42 +81,40 @@ def _read_zip(file: str, stream: BinaryIO, size: int) -> dict[str, Extent]:
             content = machine.run(io.BytesIO(_small(file, archive, pickled[0], _MAX_PICKLE)))
     except CutPickle:
         raise CheckpointError(f"{file} ends within its pickle; {_DAMAGED}") from None
-    except (
-        zipfile.BadZipFile,
-        EOFError,
-        ValueError,
-        RuntimeError,
-        struct.error,
-    ) as error:
-        if isinstance(error, (CheckpointError, UnsupportedError)):
-            raise
+    except (CheckpointError, UnsupportedError):  # they are kinds of those below
+        raise
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"{file}: not a complete zip archive ({error}); {_DAMAGED}") from None
 
     def locate(storage: Storage) -> int:
-        """The byte at which the storage's record begins."""
         info = records.get(f"{prefix}data/{storage.key}")
-        if info is None:
-            raise CheckpointError(f"{file}: record data/{storage.key} is missing; {_DAMAGED}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise UnsupportedError(
-                f"{file}: record data/{storage.key} is compressed; load the file with torch.load "
-                "and save it again"
-            )
-        wanted = storage.nbytes
-        if info.file_size != wanted:
-            raise CheckpointError(
-                f"{file}: record data/{storage.key} has {info.file_size} bytes, its pickle says "
-                f"{wanted}; {_DAMAGED}"
-            )
-        # The record's own header repeats the name; its extra field is not the directory's.
-        stream.seek(info.header_offset)
-        local = stream.read(30)
-        if len(local) != 30 or not local.startswith(b"PK\x03\x04"):
-            raise CheckpointError(f"{file}: record data/{storage.key} is not in place; {_DAMAGED}")
-        name_length, extra_length = struct.unpack_from("<HH", local, 26)
-        return info.header_offset + 30 + name_length + extra_length
+        return _data_of_record(file, stream, info, storage)
 
     return _extents(file, content, size, machine.storages, locate)
+
+
+def _data_of_record(
+    file: str, stream: BinaryIO, info: zipfile.ZipInfo | None, storage: Storage
+) -> int:
+    """The byte at which the storage's data begins in the archive, where it is whole and plain."""
+    record = f"{file}: record data/{storage.key}"
+    if info is None:
+        raise CheckpointError(f"{record} is missing; {_DAMAGED}")
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise UnsupportedError(
+            f"{record} is compressed; load the file with torch.load and save it again"
+        )
+    if info.file_size != storage.nbytes:
+        raise CheckpointError(
+            f"{record} has {info.file_size} bytes, its pickle says {storage.nbytes}; {_DAMAGED}"
+        )
+    # The record's own header repeats the name; its extra field is not the directory's.
+    stream.seek(info.header_offset)
+    local = stream.read(30)
+    if len(local) != 30 or not local.startswith(b"PK\x03\x04"):
+        raise CheckpointError(f"{record} is not in place; {_DAMAGED}")
+    name_length, extra_length = struct.unpack_from("<HH", local, 26)
+    return info.header_offset + 30 + name_length + extra_length
 
 
 def _small(file: str, archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
