@@ -95,11 +95,12 @@ def test_cores_have_work_while_the_other_half_is_computed(
         assert max(loads) <= 1 and stream.stats.misses == before[1]
     assert [m._calls.part for m in session_of(cache).micro_batches] == [slice(0, 3), slice(3, 5)]
     assert steps_of(engine) == (2, 4)
+    assert "4 sequences, in two micro-batches that take turns, " in str(engine.cpu_work)
 
 
 def test_cores_are_idle_where_nothing_was_started_behind_what_they_did() -> None:
     work = CpuWork()
-    steps = CpuSteps(work, 4)
+    steps = CpuSteps(work, 4, 2)
     done: Any = SimpleNamespace(seconds=2.0, bytes_read=10)
     for starts in ((1.0, 2.0, 6.5), (20.0, 21.0)):
         steps.begin()

@@ -78,7 +78,7 @@ class DecodeSession:
                     StreamedRows(layers, spec, self.entry, self._start, streamed, workspace)
                 )
             elif count and host is not None:
-                steps = CpuSteps(work or CpuWork(), count)
+                steps = CpuSteps(work or CpuWork(), count, len(parts))
                 self._on_cpu += [
                     HostRows(
                         layers,

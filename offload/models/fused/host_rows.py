@@ -42,6 +42,7 @@ class CpuStep:
     """One decode step, all layers together."""
 
     sequences: int
+    micro_batches: int  # that shared them
     attention: float = 0.0  # seconds in which cores attended
     waiting: float = 0.0  # seconds in which they were idle between layers
     nbytes: int = 0  # of keys and values that were read
@@ -64,6 +65,7 @@ class CpuWork:
             return None
         return CpuStep(
             sequences=steps[-1].sequences,
+            micro_batches=steps[-1].micro_batches,
             attention=statistics.median(x.attention for x in steps),
             waiting=statistics.median(x.waiting for x in steps),
             nbytes=int(statistics.median(x.nbytes for x in steps)),
@@ -75,18 +77,19 @@ class CpuWork:
         if step is None:
             return ""
         rate = f" at {step.nbytes / step.attention / 1e9:.1f} GB/s" if step.attention else ""
+        parts = ", in two micro-batches that take turns" if step.micro_batches > 1 else ""
         return (
-            f"attention on the CPU: {step.sequences} sequences, {format_size(step.nbytes)} in "
-            f"{step.attention * 1e3:.1f} ms a step{rate}; between layers cores were idle for "
+            f"attention on the CPU: {step.sequences} sequences{parts}, {format_size(step.nbytes)} "
+            f"in {step.attention * 1e3:.1f} ms a step{rate}; between layers cores were idle for "
             f"{step.waiting * 1e3:.1f} ms (medians of {len(self.latest)} steps)"
         )
 
 
 class CpuSteps:
-    """The decode steps of one session, of so many sequences in CPU memory."""
+    """The decode steps of one session, of so many sequences in CPU memory and micro-batches."""
 
-    def __init__(self, work: CpuWork, sequences: int) -> None:
-        self.work, self.sequences = work, sequences
+    def __init__(self, work: CpuWork, sequences: int, micro_batches: int) -> None:
+        self.work, self._kind = work, (sequences, micro_batches)
         self._step: CpuStep | None = None
 
     def begin(self) -> None:
@@ -98,7 +101,7 @@ class CpuSteps:
         work, step = self.work, self._step
         began = max(started, work.ended)
         if step is None:
-            step = self._step = CpuStep(self.sequences)
+            step = self._step = CpuStep(*self._kind)
             work.steps += 1
             work.latest.append(step)
         else:
