@@ -16,7 +16,13 @@ from offload.measure import cache, compute, fused, hardware, host, machine, quic
 from offload.measure.cache import kept_hardware, measured_hardware, rates_file, read_hardware
 from offload.measure.exchange import exchange_seconds
 from offload.measure.hardware import measure_hardware
-from offload.measure.host import HostMemory, PlainReader, rates_beside, read_rate
+from offload.measure.host import (
+    HostMemory,
+    PlainReader,
+    attention_rates,
+    rates_beside,
+    read_rate,
+)
 from offload.models.profile import config_profile
 from offload.scheduler.hardware import HardwareError
 from offload.scheduler.plan import Budget
@@ -36,7 +42,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "DISK_BYTES", 32 << 20)
     monkeypatch.setattr(hardware, "ROWS", (1, 8, 64))
     monkeypatch.setattr(compute, "TIMED_SECONDS", 0.01)
-    monkeypatch.setattr(read_rate, "__defaults__", (0.02,))
+    for measured in (read_rate, attention_rates):
+        monkeypatch.setattr(measured, "__defaults__", (0.02,))
 
 
 def test_all_that_this_machine_has_is_measured(brief: None, tmp_path: Path) -> None:
@@ -47,7 +54,7 @@ def test_all_that_this_machine_has_is_measured(brief: None, tmp_path: Path) -> N
     assert found.hbm == found.host_read  # here the CPU's memory is the compute device's
     assert [rows for rows, _ in found.matrix["float32"]] == [1, 8, 64]
     assert found.matrix_rate("float32", 64) > 1e7
-    assert found.cpu_attention and found.cpu_attention_by
+    assert found.cpu_attention.keys() >= {"bfloat16", "float16"} and found.cpu_attention_by
     assert "measuring: disk" in steps
     assert list((tmp_path / "new").iterdir()) == []  # the test file is gone
     assert found.link_up is not None and found.link_up > 1e7  # copies within that memory
@@ -124,13 +131,15 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_readers_read_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = HostMemory(10 << 20)
-    assert memory._cache.data_ptr() % (2 << 20) == 0  # huge pages, as the engine's
-    sequence = memory._cache[:, :1].nbytes
-    for reader in (memory.reader(), memory.attention(2)):
-        assert reader.read() >= 10 << 20
+    memory = HostMemory(20 << 20)
+    assert memory._memory.data_ptr() % (2 << 20) == 0  # huge pages, as the engine's
+    sequence = memory._cache(torch.float32)[:, :1].nbytes
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+    readers = [memory.reader(), *(memory.attention(2, dtype) for dtype in kinds)]
+    for reader in readers:
+        assert reader.read() >= 20 << 20
     monkeypatch.setattr(host, "CALL_BYTES", 2 * sequence)  # five sequences: two, two and one
-    for reader in (memory.reader(), memory.attention(2), memory.attention(2, int8=True)):
+    for reader in (memory.reader(), *(memory.attention(2, dtype) for dtype in kinds)):
         read = [reader.read() for _ in range(4)]
         assert read[0] == read[1] == 2 * read[2] == read[3]
     plain = PlainReader(torch.zeros(3, 1 << 20, dtype=torch.bfloat16))

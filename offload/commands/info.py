@@ -86,13 +86,11 @@ def rate_lines(hardware: Hardware) -> list[str]:
         ("that stream", hardware.link_beside),
     )
     lines = [f"  {name}: {rate / 1e9:.4g} GB/s" for name, rate in plain if rate is not None]
-    if hardware.cpu_attention:
+    for dtype, curve in hardware.cpu_attention.items():
         lines.append(
-            f"  CPU attention, GB/s by queries a KV head: {_points(hardware.cpu_attention, 1e9)} "
+            f"  CPU attention to {dtype}, GB/s by queries a KV head: {_points(curve, 1e9)} "
             f"(measured by {hardware.cpu_attention_by})"
         )
-    if hardware.cpu_attention_int8:
-        lines.append(f"  the same in int8: {_points(hardware.cpu_attention_int8, 1e9)}")
     if hardware.prompt_attention:
         points = _points(hardware.prompt_attention, 1e12)
         lines.append(f"  attention within prompts, TFLOP/s by tokens: {points}")
@@ -105,10 +103,9 @@ def rate_lines(hardware: Hardware) -> list[str]:
         lines.append(
             f"  weights in {kept}, GB/s read by products of few rows: {_points(curve, 1e9)}"
         )
-    if hardware.cpu_attention_beside:
-        points = _points(hardware.cpu_attention_beside, 1e9)
-        lines.append(f"  CPU attention beside a full stream: {points}")
-        points = _points(hardware.link_beside_attention, 1e9)
+    for dtype, curve in hardware.cpu_attention_beside.items():
+        lines.append(f"  CPU attention to {dtype} beside a full stream: {_points(curve, 1e9)}")
+        points = _points(hardware.link_beside_attention.get(dtype, ()), 1e9)
         lines.append(f"  that stream: {points}")
     for name, seconds in (
         ("a small kernel behind another one", hardware.kernel),

@@ -19,7 +19,14 @@ from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
 from offload.measure.fused import RATES, own_rates
-from offload.measure.host import GROUPS, HostMemory, read_rate
+from offload.measure.host import (
+    DTYPES,
+    GROUPS,
+    HostMemory,
+    attention_rates,
+    dtype_name,
+    read_rate,
+)
 from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
 from offload.measure.stream import measure_disk, measure_link
@@ -126,7 +133,7 @@ def _matrix(device: torch.device) -> dict[str, Curve]:
         return {"float32": _curve(device, torch.float32, 1024, ROWS[:6], 0.1)}
     product_rate([(WIDTH, WIDTH)], WIDTH, torch.bfloat16, device, WARM_SECONDS)
     return {
-        str(dtype).removeprefix("torch."): _curve(device, dtype, WIDTH, rows, 0.3)
+        dtype_name(dtype): _curve(device, dtype, WIDTH, rows, 0.3)
         for dtype, rows in (
             (torch.bfloat16, ROWS),
             (torch.float16, ROWS),
@@ -158,18 +165,13 @@ def _host(memory: HostMemory) -> dict[str, Any]:
     if reason is not None:
         return {
             "host_read": alone,
-            "cpu_attention": tuple((group, alone) for group in GROUPS[:1]),
+            "cpu_attention": {dtype_name(dtype): ((GROUPS[0], alone),) for dtype in DTYPES},
             "cpu_attention_by": f"{reader.how}: no host library ({reason})",
         }
-    wide, int8 = (
-        tuple((group, read_rate(memory.attention(group, codes))) for group in GROUPS)
-        for codes in (False, True)
-    )
     return {
         "host_read": alone,
-        "cpu_attention": wide,
-        "cpu_attention_int8": int8,
-        "cpu_attention_by": memory.attention(1).how,
+        "cpu_attention": attention_rates(memory, (*DTYPES, torch.int8), GROUPS),
+        "cpu_attention_by": memory.attention(1, DTYPES[0]).how,
     }
 
 
@@ -181,4 +183,4 @@ def _copies(device: torch.device) -> dict[str, Any]:
 def _beside(memory: HostMemory, device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     if "link_up" not in rates:
         raise RuntimeError("the link's own rate could not be measured")
-    return beside(memory, device, rates["link_up"], GROUPS_BESIDE, BESIDE_SECONDS)
+    return beside(memory, device, rates["link_up"], DTYPES, GROUPS_BESIDE, BESIDE_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import why_not_host
 from offload.kernels.scores import Scores
 from offload.memory_limits import host_memory_available
+from offload.scheduler.hardware import Curve
 
 KV_HEADS, HEAD_DIM, LENGTH = 8, 128, 512
 # Of keys and values, at most: more than any cache of a CPU, and than what it keeps of page tables,
@@ -24,6 +25,8 @@ BYTES = 8 << 30
 CALL_BYTES = 512 << 20
 SECONDS = 0.5
 GROUPS = (1, 4, 8, 16)  # queries a KV head
+# Of keys and values that models leave there: tiles (AMX) know one of the two and not the other.
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Reader(Protocol):
@@ -96,29 +99,50 @@ class HostMemory:
 
     def __init__(self, nbytes: int | None = None) -> None:
         most = min(BYTES, host_memory_available() // 8) if nbytes is None else nbytes
-        sequence = 2 * KV_HEADS * LENGTH * HEAD_DIM * 2
-        shape = (2, max(1, most // sequence), KV_HEADS, LENGTH, HEAD_DIM)
+        sequence = 2 * KV_HEADS * LENGTH * HEAD_DIM * 4  # of the widest numbers
         # As the engine's keys and values lie: in huge pages, which are read up to a tenth faster.
-        memory = aio.alloc(shape[1] * sequence, lock=False).tensor().view(torch.bfloat16)
-        self._cache = memory.view(shape).fill_(0.5)
+        memory = aio.alloc(max(1, most // sequence) * sequence, lock=False).tensor()
+        self._memory = memory
+        self._cache(torch.bfloat16).fill_(0.5)  # in any dtype numbers of a plain size
+
+    def _cache(self, dtype: torch.dtype) -> torch.Tensor:
+        """Keys and values of as many sequences as there is memory for: [2, sequences, ...]."""
+        return self._memory.view(dtype).view(2, -1, KV_HEADS, LENGTH, HEAD_DIM)
 
     def reader(self) -> Reader:
         """Reads alone."""
         if why_not_host() is not None:
-            return PlainReader(self._cache)
-        return AttentionReader(self._cache, 0)
+            return PlainReader(self._memory)
+        return AttentionReader(self._cache(torch.bfloat16), 0)
 
-    def attention(self, group: int, int8: bool = False) -> Reader:
-        """Attention of `group` queries a KV head, or where there is no host library reads alone,
-        which no attention passes. `int8`: to twice as many sequences, as codes and scales.
+    def attention(self, group: int, dtype: torch.dtype) -> Reader:
+        """Attention of `group` queries a KV head to keys and values of `dtype` (int8: codes, and
+        scales beside them), or where there is no host library reads alone, which no attention
+        passes.
         """
         if why_not_host() is not None:
-            return PlainReader(self._cache)
-        if not int8:
-            return AttentionReader(self._cache, group)
-        both, sequences, *rest = self._cache.shape
-        codes = self._cache.view(torch.int8).view(both, 2 * sequences, *rest)
-        return AttentionReader(codes, group)
+            return PlainReader(self._memory)
+        return AttentionReader(self._cache(dtype), group)
+
+
+def attention_rates(
+    memory: HostMemory,
+    dtypes: Sequence[torch.dtype],
+    groups: Sequence[int],
+    seconds: float = SECONDS,
+) -> dict[str, Curve]:
+    """`Hardware.cpu_attention`: bytes per second by dtype and queries a KV head."""
+    return {
+        dtype_name(dtype): tuple(
+            (group, read_rate(memory.attention(group, dtype), seconds)) for group in groups
+        )
+        for dtype in dtypes
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As rates are kept by it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def read_rate(reader: Reader, seconds: float = SECONDS) -> float:

@@ -19,7 +19,7 @@ from offload.measure.beside import beside
 from offload.measure.compute import hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
 from offload.measure.fused import RATES, own_rates
-from offload.measure.host import HostMemory, read_rate
+from offload.measure.host import HostMemory, attention_rates, dtype_name, read_rate
 from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
 from offload.measure.stream import measure_disk, measure_link
@@ -50,14 +50,13 @@ def quick_hardware(
     rates: dict[str, Any] = {}
     absent = {"cpu_attention": "no GPU: the CPU computes anyhow"}
     width = WIDTH[kind]
-    name = str(dtype).removeprefix("torch.")
     # Most rows first, and longer: boost clocks do not last.
     seconds = [LONGER, *(SECONDS for _ in ROWS[kind][1:])]
     curve = [
         (rows, product_rate([(width, width)], rows, dtype, device, time))
         for rows, time in zip(reversed(ROWS[kind]), seconds, strict=True)
     ]
-    rates["matrix"] = {name: tuple(sorted(curve))}
+    rates["matrix"] = {dtype_name(dtype): tuple(sorted(curve))}
     if kind == "cuda":
         found = link_rates(device)
         rates["link_up"], rates["link_down"] = found.up, found.down
@@ -67,7 +66,7 @@ def quick_hardware(
         rates["launch"] = launch_seconds(device)
         reason = why_not_host()
         try:
-            rates |= _host(device, found.up) if reason is None else {}
+            rates |= _host(device, dtype, found.up) if reason is None else {}
         except (OffloadError, RuntimeError, MemoryError) as error:
             reason = str(error)
         absent = {} if reason is None else {"cpu_attention": reason}
@@ -86,20 +85,15 @@ def quick_hardware(
     return Hardware(machine=this_machine(folder, device), absent=absent, **rates)
 
 
-def _host(device: torch.device, link: float) -> dict[str, Any]:
-    """CPU memory, alone and beside the link."""
+def _host(device: torch.device, dtype: torch.dtype, link: float) -> dict[str, Any]:
+    """CPU memory, alone and beside the link, with keys and values of `dtype`."""
     memory = HostMemory(min(HOST_BYTES, host_memory_available() // 8))
     alone = read_rate(memory.reader(), HOST_SECONDS)
-    wide, int8 = (
-        tuple((n, read_rate(memory.attention(n, codes), HOST_SECONDS)) for n in GROUPS)
-        for codes in (False, True)
-    )
     launch, way = exchange_seconds(device)
     return {
-        **beside(memory, device, link, GROUPS, BESIDE_SECONDS),
+        **beside(memory, device, link, (dtype,), GROUPS, BESIDE_SECONDS),
         "host_read": alone,
-        "cpu_attention": wide,
-        "cpu_attention_int8": int8,
+        "cpu_attention": attention_rates(memory, (dtype, torch.int8), GROUPS, HOST_SECONDS),
         "launch_after_cores": launch,
         "exchange": way,
     }

@@ -38,7 +38,8 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         attention += (risen + rise * model.kv_bytes(precision) * length) / hbm_rate
     moved, read = weights.moved(setting)
     attended = _attention_on_cpu(model, hardware, setting, at_cpu * length) * count
-    link, cpu = beside_cpu(hardware, model.group, moved + risen * count, attended)
+    kept = "int8" if engine.int8_kv else model.dtype(precision)
+    link, cpu = beside_cpu(hardware, model.group, kept, moved + risen * count, attended)
     rising = link * risen * count / (moved + risen * count) if risen else 0.0
     exchange, exchanged = _exchange(model, hardware, setting, at_cpu)
     if not setting.in_turns:  # else cores attend for the other part meanwhile
@@ -171,10 +172,11 @@ def _attention_on_cpu(
     """
     if not tokens:
         return 0.0
-    nbytes, rate = tokens * model.kv_bytes(setting.precision), hardware.attention_rate(model.group)
+    nbytes, dtype = tokens * model.kv_bytes(setting.precision), model.dtype(setting.precision)
+    rate = hardware.attention_rate(model.group, dtype)
     if rate is None:
         raise hardware.lacks("the rate of attention on the CPU", "cpu_attention")
-    in_int8 = hardware.attention_rate(model.group, int8=True)
+    in_int8 = hardware.attention_rate(model.group, "int8")
     if model.engine.int8_kv and in_int8 is not None:
         nbytes, rate = tokens * model.kv_cpu_bytes(setting.precision), in_int8
     return nbytes / rate

@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.errors import OffloadError
 
-FORMAT = 3  # raised when what is measured, or how, changes: older figures are then measured anew
+FORMAT = 4  # raised when what is measured, or how, changes: older figures are then measured anew
 # Rates and times beyond these are mistakes, and sums of what follows from them would overflow.
 LEAST, MOST = 1e-12, 1e24
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -21,6 +21,8 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 # (rows, tokens or queries a KV head; the rate), by the first.
 Curve = tuple[tuple[int, float], ...]
 _ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}
+# Keys and values to which cores attend most like it, where a dtype's own rate was not measured.
+_ATTENDED_ALIKE = {**_ALIKE, "float32": "float16", "int8": "bfloat16"}
 
 
 class HardwareError(OffloadError, ValueError):
@@ -68,15 +70,16 @@ class Hardware:
     # Tokens of a prompt -> FLOP per second of its attention; only what is not masked counts.
     prompt_attention: Curve = ()
     gpu_attention: Curve = ()  # queries a KV head -> bytes per second, while decoding
-    cpu_attention: Curve = ()  # queries a KV head -> bytes of keys and values per second
+    # By the dtype of keys and values: queries a KV head -> bytes of them per second, int8's scales
+    # included.
+    cpu_attention: Mapping[str, Curve] = field(default_factory=dict)
     cpu_attention_by: str = ""  # what measured it
-    cpu_attention_int8: Curve = ()  # the same for keys and values in int8, scales included
     host_read: float | None = None  # plain reads of CPU memory, by as many cores as attend
     host_read_beside: float | None = None  # the same beside a full stream up the link
     link_beside: float | None = None  # the rate of that stream meanwhile
-    # By queries a KV head: attention beside a full stream, and the rate of that stream meanwhile.
-    cpu_attention_beside: Curve = ()
-    link_beside_attention: Curve = ()
+    # Likewise: attention beside a full stream, and the rate of that stream meanwhile.
+    cpu_attention_beside: Mapping[str, Curve] = field(default_factory=dict)
+    link_beside_attention: Mapping[str, Curve] = field(default_factory=dict)
     kernel: float | None = None  # a small kernel on the compute device, right behind another
     launch: float | None = None  # launching a kernel by PyTorch, on the host
     launch_after_cores: float | None = None  # the same after the host has waited for CPU cores
@@ -126,19 +129,27 @@ class Hardware:
             return None
         return _between(curve, max(rows, curve[0][0]))
 
-    def attention_rate(self, group: int, int8: bool = False) -> float | None:
-        """Bytes of keys and values per second that the CPU attends to, with nothing beside it, for
-        `group` queries a KV head: the rate measured for the next larger group.
+    def attention_rate(self, group: int, dtype: str) -> float | None:
+        """Bytes of keys and values of `dtype` per second that the CPU attends to, with nothing
+        beside it, for `group` queries a KV head: the rate measured for the next larger group. For
+        a dtype that was not measured that of another, but for int8.
         """
-        return _of_group(self.cpu_attention_int8 if int8 else self.cpu_attention, group)
+        kind = dtype if dtype == "int8" else _attended(self.cpu_attention, dtype)
+        return _of_group(self.cpu_attention.get(kind, ()), group)
 
-    def beside(self, group: int) -> tuple[float, float]:
+    def beside(self, group: int, dtype: str) -> tuple[float, float]:
         """The shares of their rates, at most 1, that attention on the CPU and the stream up the
         link keep when both run; from plain reads if attention was not measured so.
         """
-        link, alone = self.needed("link_up"), _of_group(self.cpu_attention, group)
-        attends = _of_group(self.cpu_attention_beside, group)
-        moves = _of_group(self.link_beside_attention, group)
+        link, kind = self.needed("link_up"), _attended(self.cpu_attention_beside, dtype)
+        alone, attends, moves = (
+            _of_group(curves.get(kind, ()), group)
+            for curves in (
+                self.cpu_attention,
+                self.cpu_attention_beside,
+                self.link_beside_attention,
+            )
+        )
         if attends is None or moves is None or alone is None:
             alone, attends, moves = self.host_read, self.host_read_beside, self.link_beside
         kept = attends / alone if attends and alone else 1.0
@@ -242,6 +253,12 @@ def _between(curve: Curve, at: float) -> float:
     return curve[-1][1]
 
 
+def _attended(curves: Mapping[str, Curve], dtype: str) -> str:
+    """The dtype of keys and values, among those that were measured, that stands for another."""
+    wanted = (dtype, _ATTENDED_ALIKE.get(dtype, ""), *sorted(curves))
+    return next((kind for kind in wanted if kind in curves), "")
+
+
 def _of_group(curve: Curve, group: int) -> float | None:
     """The rate of the next larger number of queries a KV head that was measured."""
     wider = [rate for queries, rate in curve if queries >= group]
@@ -263,7 +280,6 @@ _UNITS = {
     "prompt_attention": "FLOP/s",
     "gpu_attention": "B/s",
     "cpu_attention": "B/s",
-    "cpu_attention_int8": "B/s",
     "host_read": "B/s",
     "host_read_beside": "B/s",
     "link_beside": "B/s",
@@ -279,12 +295,14 @@ _UNITS = {
 _CURVES = (
     "prompt_attention",
     "gpu_attention",
+)
+_CURVES_BY_KIND = (
+    "matrix",
+    "few_rows",
     "cpu_attention",
-    "cpu_attention_int8",
     "cpu_attention_beside",
     "link_beside_attention",
 )
-_CURVES_BY_KIND = ("matrix", "few_rows")
 
 
 def _values(value: Any) -> list[Any]:

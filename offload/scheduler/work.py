@@ -32,14 +32,17 @@ class Work:
         return max(self.compute, self.link + self.rising, self.disk, self.down)
 
 
-def beside_cpu(hardware: Hardware, group: int, up: float, attended: float) -> tuple[float, float]:
+def beside_cpu(
+    hardware: Hardware, group: int, dtype: str, up: float, attended: float
+) -> tuple[float, float]:
     """Seconds of so many bytes up the link, and of attention on the CPU that takes `attended` of
-    them alone, of `group` queries a KV head: each slowed by the other for as long as both work.
+    them alone, of `group` queries a KV head to keys and values of `dtype`: each slowed by the other
+    for as long as both work.
     """
     alone = up / hardware.needed("link_up") if up else 0.0
     if not attended or not up:
         return alone, attended
-    attends, moves = hardware.beside(group)
+    attends, moves = hardware.beside(group, dtype)
     return _together((alone, alone / moves), (attended, attended / attends))
 
 

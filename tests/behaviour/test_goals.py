@@ -42,7 +42,7 @@ def hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
         disk=1e5,
         hbm=1e9,
         matrix={"float32": ((1, 1e9), (64, 4e10))},
-        cpu_attention=((1, 1e9),),
+        cpu_attention={"float32": ((1, 1e9),)},
     )
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(found.as_dict()))
@@ -127,7 +127,7 @@ def test_micro_batches_take_turns_where_they_were_planned(
         assert model.offload._engine.micro_batches == 1
     job |= {"max_memory": {0: 2 * whole.device, "cpu": "3MiB"}}
     monkeypatch.setattr(planned, "_engine", lambda *args: FUSED)
-    even = replace(hardware, hbm=1e7, cpu_attention=((1, 1e7),))
+    even = replace(hardware, hbm=1e7, cpu_attention={"float32": ((1, 1e7),)})
     rates_file(None, CPU).write_text(json.dumps(even.as_dict()))
     with run(folder, engine="fused", goal="throughput", **job) as model:
         found = model.offload.planned.choice
@@ -170,7 +170,7 @@ def test_a_machine_that_was_not_measured_is_measured_in_seconds_and_the_report_s
 
     def quick(*arguments: Any) -> Hardware:
         asked.append(arguments)
-        return replace(hardware, cpu_attention=())
+        return replace(hardware, cpu_attention={})
 
     monkeypatch.setattr(planned, "quick_hardware", quick)
     with run(variant_folder("llama"), goal="latency") as model:

@@ -253,7 +253,10 @@ def test_a_goal_plans_with_them(
     file = rates_file(None, torch.device("cpu"))
     file.parent.mkdir(parents=True)
     machine = this_machine(tmp_path, torch.device("cpu"))
-    rates: dict[str, Any] = {"matrix": {"float32": ((1, 1e9),)}, "cpu_attention": ((1, 1e9),)}
+    rates: dict[str, Any] = {
+        "matrix": {"float32": ((1, 1e9),)},
+        "cpu_attention": {"float32": ((1, 1e9),)},
+    }
     rates |= dict.fromkeys(("link_up", "link_down", "hbm"), 1e9)
     file.write_text(json.dumps(Hardware(machine=machine, **rates).as_dict()))
     taken = []

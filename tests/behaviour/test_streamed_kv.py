@@ -367,7 +367,10 @@ def test_a_plan_lets_them_come_up_where_cores_cannot_attend(
     folder, device = variant_folder("llama"), torch.device("cpu")
     file = rates_file(None, device)
     file.parent.mkdir(parents=True)
-    rates: dict[str, Any] = {"matrix": {"float32": ((1, 1e12),)}, "cpu_attention": ((1, 1e9),)}
+    rates: dict[str, Any] = {
+        "matrix": {"float32": ((1, 1e12),)},
+        "cpu_attention": {"float32": ((1, 1e9),)},
+    }
     rates |= dict.fromkeys(("link_up", "link_down", "hbm"), 1e9)
     machine = this_machine(tmp_path, device)
     file.write_text(json.dumps(Hardware(machine=machine, **rates).as_dict()))

@@ -26,7 +26,7 @@ def rates(tmp_path: Path) -> Path:
         disk=2e9,
         hbm=4e12,
         matrix={"float16": ((1, 4e12), (8192, 600e12))},
-        cpu_attention=((1, 80e9),),
+        cpu_attention={"float16": ((1, 80e9),)},
     )
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"offload": "1", "hardware": found.as_dict()}))

@@ -103,7 +103,7 @@ A6000 = Hardware(
     matrix=flat(84e12),  # the paper's headline
     # What all rows of that program's attention on the CPU fit: it copies keys and values for every
     # query head.
-    cpu_attention=((1, 16.5e9), (8, 5.3e9 / 8)),
+    cpu_attention={"float16": ((1, 16.5e9), (8, 5.3e9 / 8))},
 )
 H200 = Hardware(
     machine=machine("H200", 141 * GB, 128 * GIB),
@@ -114,7 +114,7 @@ H200 = Hardware(
     disk=1.7e9,
     hbm=4.39e12,
     matrix={"bfloat16": ((1, 3.7e12), (32, 118e12), (256, 500e12), (2048, 640e12), (8192, 670e12))},
-    cpu_attention=((1, 79e9), (8, 79e9)),
+    cpu_attention={"float16": ((1, 79e9), (8, 79e9))},
     host_read=79e9,
     host_read_beside=70e9,
     link_beside=53e9,

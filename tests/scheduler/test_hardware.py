@@ -25,9 +25,8 @@ hardware = st.builds(
     link_up=st.none() | rates,
     disk=st.none() | rates,
     matrix=st.dictionaries(st.text(), curves, max_size=3),
-    cpu_attention=st.just(()) | curves,
+    cpu_attention=st.dictionaries(st.text(), curves, max_size=3),
     cpu_attention_by=st.text(),
-    cpu_attention_int8=st.just(()) | curves,
     launch=st.none() | rates,
     absent=st.dictionaries(st.text(), st.text(), max_size=3),
 )
@@ -68,7 +67,7 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("machine", "gpu_memory"), 10**400, "not a number of bytes"),
     (("rates",), None, "its 'rates' are None, not an object"),
     (("absent",), ["disk"], r"its 'absent' are \['disk'\], not an object"),
-    (("format",), 0, "its format is 0, and this version reads 3"),
+    (("format",), 0, "its format is 0, and this version reads 4"),
     (("machine", "cores"), ..., "see 'cores'"),
     (("rates", "speed"), {"value": 1.0, "unit": "B/s"}, "the rate 'speed' is none"),
     (("rates", "disk"), 5e9, "'disk' is 5000000000.0, not a 'value' with a 'unit'"),
@@ -79,10 +78,14 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("rates", "hbm", "value"), float("nan"), "hbm is nan"),
     (("rates", "hbm", "value"), 10**400, "'hbm' has the value 1000"),
     (("rates", "link_up", "value"), 1e-300, "link_up is 1e-300 B/s, which no machine has"),
-    (("rates", "cpu_attention", "value"), {"1": 1e30}, "cpu_attention is 1e[+]30 B/s, which no"),
+    (
+        ("rates", "cpu_attention", "value"),
+        {"int8": {"1": 1e30}},
+        "cpu_attention is 1e[+]30 B/s, which no",
+    ),
     (("rates", "matrix", "value"), 3.0, "'matrix' has the value 3.0"),
     (("rates", "matrix", "value", "bfloat16"), {"0": 1.0}, r"points \[0\], not rising from 1"),
-    (("rates", "cpu_attention", "value"), {"one": 1.0}, "'cpu_attention' has the value"),
+    (("rates", "cpu_attention", "value"), {"int8": {"one": 1.0}}, "'cpu_attention' has the value"),
 ]
 
 
@@ -137,8 +140,8 @@ def test_one_16_bit_type_stands_for_the_other() -> None:
 
 
 def test_attention_of_a_group_that_was_not_measured() -> None:
-    some = replace(H200, cpu_attention=((1, 80e9), (4, 60e9), (16, 20e9)))
-    assert [some.attention_rate(g) for g in (1, 2, 4, 7, 16, 64)] == [
+    some = replace(H200, cpu_attention={"float16": ((1, 80e9), (4, 60e9), (16, 20e9))})
+    assert [some.attention_rate(g, "float16") for g in (1, 2, 4, 7, 16, 64)] == [
         80e9,
         60e9,
         60e9,
@@ -146,4 +149,38 @@ def test_attention_of_a_group_that_was_not_measured() -> None:
         20e9,
         20e9,
     ]
-    assert replace(H200, cpu_attention=()).attention_rate(1) is None
+    assert replace(H200, cpu_attention={}).attention_rate(1, "float16") is None
+
+
+def test_attention_to_a_dtype_that_was_not_measured() -> None:
+    def rates(*measured: str) -> list[float | None]:
+        curves = {dtype: ((1, float(place + 1)),) for place, dtype in enumerate(measured)}
+        some = replace(H200, cpu_attention=curves)
+        return [some.attention_rate(1, d) for d in ("float32", "float16", "bfloat16", "int8")]
+
+    assert rates("bfloat16", "float16", "int8") == [2, 2, 1, 3]
+    assert rates("bfloat16") == [1, 1, 1, None]  # a gain from int8 takes a measurement
+    assert rates("float16", "int8") == [1, 1, 1, 2]
+    assert rates("float32") == [1, 1, 1, None]
+    assert rates("int8") == [1, 1, 1, 1]
+
+
+def test_what_attention_keeps_beside_a_stream_is_its_dtypes_own() -> None:
+    some = replace(
+        H200,
+        cpu_attention={d: ((1, rate),) for d, rate in (("bfloat16", 80e9), ("int8", 100e9))},
+        cpu_attention_beside={"bfloat16": ((1, 60e9),)},
+        link_beside_attention={"bfloat16": ((1, 44e9),)},
+    )
+    # The share that the other kept, not its rate beside a stream.
+    assert [some.beside(1, d) for d in ("float16", "int8")] == [pytest.approx((0.75, 0.8))] * 2
+    own = {"float16": ((1, 50e9),), **some.cpu_attention}
+    beside = {"float16": ((1, 45e9),), **some.cpu_attention_beside}
+    both = replace(
+        some,
+        cpu_attention=own,
+        cpu_attention_beside=beside,
+        link_beside_attention={"float16": ((1, 55e9),), **some.link_beside_attention},
+    )
+    assert both.beside(1, "float16") == pytest.approx((0.9, 1.0))
+    assert both.beside(1, "bfloat16") == pytest.approx((0.75, 0.8))

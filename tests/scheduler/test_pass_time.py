@@ -223,8 +223,8 @@ def test_attention_that_was_measured_beside_a_stream_goes_at_that_rate() -> None
     how = replace(PLAIN, gpu_sequences=80, cpu_sequences=20, attention=CpuAttention.CPU)
     measured = replace(
         H200,
-        cpu_attention_beside=((1, 60e9), (8, 75e9)),
-        link_beside_attention=((1, 50e9), (8, 54e9)),
+        cpu_attention_beside={"float16": ((1, 60e9), (8, 75e9))},
+        link_beside_attention={"float16": ((1, 50e9), (8, 54e9))},
     )
     exchange = 20 * 48 * (7168 + 2 * 7168) * 2 / 55e9 * 2
     found = decode_pass(OPT_30B, measured, JOB, how)
@@ -232,11 +232,41 @@ def test_attention_that_was_measured_beside_a_stream_goes_at_that_rate() -> None
     assert found.busy["CPU attention"] == pytest.approx(attention + exchange)
     rest = 40 * LAYER - attention * 50e9
     assert found.busy["link up"] == pytest.approx(attention + rest / 55e9)
-    assert measured.beside(4) == pytest.approx((75 / 79, 54 / 55))
+    assert measured.beside(4, "float16") == pytest.approx((75 / 79, 54 / 55))
     # Beside nothing it has its own rate.
     resident = replace(how, resident=48, cpu=0, depth=0)
     alone = decode_pass(OPT_30B, measured, JOB, resident).busy["CPU attention"]
     assert alone == pytest.approx(20 * LENGTH * KV / 79e9 + exchange)
+
+
+def test_cores_attend_at_the_rate_of_the_dtype_in_which_keys_and_values_lie() -> None:
+    """Alone and beside a stream."""
+    rates = {"float16": 40e9, "bfloat16": 80e9, "int8": 60e9}
+    machine = replace(
+        H200,
+        cpu_attention={dtype: ((1, rate),) for dtype, rate in rates.items()},
+        cpu_attention_beside={"float16": ((1, 30e9),), "bfloat16": ((1, 40e9),)},
+        link_beside_attention={"float16": ((1, 50e9),), "bfloat16": ((1, 40e9),)},
+    )
+    resident = replace(
+        PLAIN, resident=48, cpu=0, depth=0, cpu_sequences=20, attention=CpuAttention.CPU
+    )
+    streamed = replace(resident, resident=0, cpu=48, depth=1, cpu_sequences=4)
+    exchange = 48 * (7168 + 2 * 7168) * 2 / 55e9 * 2
+    model = OPT_30B
+    for native, int8, alone, beside in (
+        ("fp16", False, 40e9, 30e9), ("bf16", False, 80e9, 40e9),
+        ("fp16", True, 60e9, 30e9), ("bf16", True, 60e9, 30e9),
+    ):  # fmt: skip
+        engine = replace(EVERYTHING, int8_kv=int8)
+        model = replace(OPT_30B, native=native, engine=engine)
+        token = model.kv_cpu_bytes(resident.precision) * 48 * LENGTH
+        setting = replace(resident, weights=native)
+        found = decode_pass(model, machine, JOB, setting).busy["CPU attention"]
+        assert found == pytest.approx(20 * (token / alone + exchange))
+        setting = replace(streamed, weights=native)
+        found = decode_pass(model, machine, JOB, setting).busy["CPU attention"]
+        assert found == pytest.approx(4 * (token / beside + exchange))
 
 
 def test_small_kernels_stand_between_the_products_of_many_rows() -> None:

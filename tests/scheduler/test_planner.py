@@ -46,7 +46,7 @@ def machines(draw: st.DrawFn) -> Hardware:
         H200,
         link_up=55e9 * draw(rates),
         disk=1.7e9 * draw(rates) if disk else None,
-        cpu_attention=((1, 79e9 * draw(rates)),) if attention else (),
+        cpu_attention={"float16": ((1, 79e9 * draw(rates)),)} if attention else {},
         hbm=4.39e12 * draw(rates),
     )
 
@@ -184,7 +184,7 @@ def test_more_of_anything_is_never_worse(
     elif better == "weights":
         weights = ("fp16", "int4")
     elif better == "cpu_attention":
-        hardware = replace(hardware, cpu_attention=((1, 300e9),))
+        hardware = replace(hardware, cpu_attention={"float16": ((1, 300e9),)})
     elif getattr(hardware, better) is not None:
         hardware = replace(hardware, **{better: getattr(hardware, better) * 1.5})
     after = plan_job(model, hardware, budget, job, goal, weights).choice
@@ -279,18 +279,19 @@ def test_the_simpler_plan_is_kept_where_it_ties() -> None:
 def test_int8_holds_more_sequences_in_cpu_memory() -> None:
     """OPT-30B with 24 GiB on the GPU, where 110 GiB beside it are full in 16 bits."""
     budget, job = Budget(24 * GIB, 110 * GIB), Job(512, 32)
-    hardware = replace(H200, cpu_attention=((1, 90e9),), disk=None)
+    hardware = replace(H200, cpu_attention={"float16": ((1, 90e9),)}, disk=None)
     chosen = []
-    for int8, rates in ((False, ()), (True, ()), (True, ((1, 68e9),))):
+    for int8, rates in ((False, {}), (True, {}), (True, {"int8": ((1, 68e9),)})):
         model = replace(OPT_30B, engine=replace(FUSED, int8_kv=int8))
-        found = plan_job(model, replace(hardware, cpu_attention_int8=rates), budget, job).choice
+        measured = replace(hardware, cpu_attention={**hardware.cpu_attention, **rates})
+        found = plan_job(model, measured, budget, job).choice
         assert found.memory.fits(budget)
         chosen.append(found)
-    wide, unmeasured, measured = chosen
+    wide, uncounted, counted = chosen
     assert wide.setting.cpu_sequences > 40
-    assert measured.setting.cpu_sequences > 1.6 * wide.setting.cpu_sequences
-    assert measured.rate > 1.1 * wide.rate
-    assert wide.rate <= unmeasured.rate <= measured.rate  # no gain of time is counted on
+    assert counted.setting.cpu_sequences > 1.6 * wide.setting.cpu_sequences
+    assert counted.rate > 1.1 * wide.rate
+    assert wide.rate <= uncounted.rate <= counted.rate  # no gain of time is counted on
 
 
 def test_keys_and_values_come_up_where_cores_are_few() -> None:
@@ -299,7 +300,7 @@ def test_keys_and_values_come_up_where_cores_are_few() -> None:
     job, budget, goal = Job(16000, 64), Budget(24 * GIB, 110 * GIB), Goal.THROUGHPUT
     rates = {}
     for rate in (20e9, 79e9):
-        hardware = replace(H200, cpu_attention=((1, rate),))
+        hardware = replace(H200, cpu_attention={"float16": ((1, rate),)})
         for engine in (FUSED, replace(FUSED, cpu_kv=frozenset({CpuAttention.CPU}))):
             model = replace(OPT_30B, engine=engine)
             choice = plan_job(model, hardware, budget, job, goal, ("int4",)).choice
