@@ -28,6 +28,7 @@ class Watch:
     def __init__(self) -> None:
         self.made: dict[str, weakref.ref[torch.Tensor]] = {}
         self.left: list[set[str]] = []
+        self.looked_at: set[Any] = set()
 
     def make(self, name: str) -> torch.Tensor:
         tensor = torch.ones(3)
@@ -35,8 +36,7 @@ class Watch:
         return tensor
 
     def wait(self, *_: Any) -> torch.Tensor:
-        for frame in spent.forwards(sys._getframe(1)):
-            spent.let_go(frame)
+        spent.let_forwards_go(sys._getframe(1), self.looked_at)
         self.left.append({name for name, ref in self.made.items() if ref() is not None})
         return torch.ones(3)
 
@@ -131,11 +131,32 @@ def test_small_tensors_and_other_values_stay(monkeypatch: pytest.MonkeyPatch) ->
     assert watch.left == [{"embedded", "places", "later"}] * 2
 
 
-def test_only_forwards_are_looked_at() -> None:
-    def other() -> list[str]:
-        return [frame.f_code.co_name for frame in spent.forwards(sys._getframe())]
+def test_forwards_are_looked_at_once_where_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(spent, "let_go", lambda frame: seen.append(frame.f_locals["name"]))
+    looked_at: set[Any] = set()
 
-    def forward() -> list[str]:
-        return other()
+    def wait() -> None:
+        spent.let_forwards_go(sys._getframe(), looked_at)
 
-    assert other() == [] and forward() == ["forward"]
+    def call(then: Callable[[], None]) -> None:
+        then()
+
+    def inner(name: str) -> Callable[[], None]:
+        def forward() -> None:
+            _ = name
+            for _ in range(2):
+                wait()
+
+        return forward
+
+    def forward(name: str) -> None:
+        for _ in range(2):
+            call(wait)
+        call(inner("inner"))
+        wait()
+
+    wait()
+    assert seen == []
+    call(lambda: forward("outer"))
+    assert seen == ["outer", "inner", "outer", "outer"]

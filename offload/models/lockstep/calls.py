@@ -21,7 +21,7 @@ from offload.errors import JobError, UnsupportedError
 from offload.kernels.call import current_stream
 from offload.models.hooked import PassOwner
 from offload.models.lockstep.set_aside import GrownTables, ThreadSettings
-from offload.models.lockstep.spent import forwards, let_go
+from offload.models.lockstep.spent import let_forwards_go
 
 T = TypeVar("T")
 
@@ -29,14 +29,14 @@ T = TypeVar("T")
 class _Job:
     """One function, and where it has come to."""
 
-    def __init__(self, number: int, call: Callable[[], Any], tables: GrownTables) -> None:
+    def __init__(self, number: int, call: Callable[[], Any], tables: GrownTables | None) -> None:
         self.number = number
         self.result: Any = None
         self.error: BaseException | None = None
         self.site: int | None = None  # that it waits for; None: it waits for the next pass
         self.rests = False  # behind a layer that others are still to use
         self.depth = 0  # forwards inside one another
-        self.looked_at: set[tuple[CodeType, int]] = set()  # calls in forwards, in this pass
+        self.looked_at: set[tuple[int, CodeType, int]] = set()  # forwards, in this pass
         self.tables = tables  # while it waits
         self._call = call
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -70,8 +70,9 @@ class LockStep:
         """`name` says what job i is, for errors."""
         self._owner = owner
         self._device = device
+        self._on_gpu = device.type == "cuda"
         self._name = name
-        self._tables = GrownTables(model.modules())
+        self._tables = GrownTables.of(model)
         self._jobs: list[_Job] = []  # those that have begun and not ended
         self._now: _Job | None = None
         self._hub = getcurrent()
@@ -103,7 +104,7 @@ class LockStep:
         if site is None:
             job.looked_at.clear()
         else:
-            self._let_go(job)
+            let_forwards_go(sys._getframe(1), job.looked_at)
         job.site = site
         self._switch_out(job)
 
@@ -125,29 +126,19 @@ class LockStep:
             self._switch_out(job)
 
     def _switch_out(self, job: _Job) -> None:
-        mine = ThreadSettings()
         try:
-            self._hub.switch()
+            with ThreadSettings():
+                self._hub.switch()
         finally:
-            mine.restore()
             job.site, job.rests = None, False
-
-    def _let_go(self, job: _Job) -> None:
-        """Free what the job's forwards have no more use for, once a pass for each."""
-        for frame in forwards(sys._getframe(2)):
-            place = frame.f_code, frame.f_lasti
-            if place not in job.looked_at:
-                job.looked_at.add(place)
-                let_go(frame)
 
     def _surroundings(self) -> tuple[int, ...]:
         """What is set for the thread and cannot be put aside."""
-        return (
-            torch.cuda.current_device() if self._device.type == "cuda" else 0,
-            current_stream(self._device),
-            torch._C._len_torch_function_stack(),
-            torch._C._len_torch_dispatch_stack(),
-        )
+        modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        if not self._on_gpu:
+            return modes
+        # As numbers, without torch's objects: this is asked once a layer and job.
+        return (*modes, torch._C._cuda_getDevice(), current_stream(self._device))
 
     # ---- the jobs --------------------------------------------------------------------------------
 
@@ -165,11 +156,13 @@ class LockStep:
                     return results
                 self._owner.start_pass()
                 try:
-                    self._pass(results)
+                    with ThreadSettings():
+                        self._pass(results)
                 finally:
                     self._owner.finish_pass()
         finally:
-            self._end_all()
+            with ThreadSettings():
+                self._end_all()
 
     def _join(
         self, queue: Iterator[tuple[int, Callable[[], Any]]], live: int | None, results: list[Any]
@@ -182,7 +175,8 @@ class LockStep:
             job = _Job(*following, self._tables)
             results.append(None)
             self._jobs.append(job)
-            self._resume(job, results)
+            with ThreadSettings():
+                self._resume(job, results)
 
     def _pass(self, results: list[Any]) -> None:
         """One pass of every job that is live."""
@@ -212,7 +206,7 @@ class LockStep:
 
     def _switch(self, job: _Job, error: type[BaseException] | None = None) -> None:
         owner = self._owner
-        mine, tables = ThreadSettings(), job.tables.swap()
+        outer = None if job.tables is None else job.tables.swap()
         owner.depth, self._now = job.depth, job
         try:
             if error is None:
@@ -221,8 +215,8 @@ class LockStep:
                 job.greenlet.throw(error)
         finally:
             job.depth, owner.depth, self._now = owner.depth, 0, None
-            job.tables = tables.swap()
-            mine.restore()
+            if outer is not None:
+                job.tables = outer.swap()
 
     def _raise(self, number: int, error: BaseException) -> NoReturn:
         """An error of a job, with its name."""

@@ -12,23 +12,25 @@ _KINDS = ("cpu", "cuda")
 
 
 class ThreadSettings:
-    """torch's settings of this thread as they are now: grad mode, inference mode, autocast.
+    """Puts torch's settings of this thread aside while other code runs: grad mode, inference mode,
+    autocast.
 
-    From here on they are neutral, until `restore` puts them back, whatever was done to them
+    They are neutral within the block, and as they were behind it, whatever was done to them
     meanwhile. What is set for the whole process is not kept: `sdpa_kernel` and other backend flags,
     the default dtype, random number generators, warning filters.
     """
 
-    def __init__(self) -> None:
+    __slots__ = ("_cached", "_dtypes", "_guard")
+
+    def __enter__(self) -> None:
         self._cached = torch.is_autocast_cache_enabled()
         self._dtypes = [torch.get_autocast_dtype(kind) for kind in _KINDS]
         # This guard's end brings back all that autograd and the dispatcher keep for a thread, with
-        # them whether autocast is on.
-        self._guard = torch.inference_mode(False)
+        # them whether autocast is on. It is what torch.inference_mode(False) enters.
+        self._guard = torch._C._InferenceMode(False)
         self._guard.__enter__()
 
-    def restore(self) -> None:
-        """Put them back, once."""
+    def __exit__(self, *error: object) -> None:
         self._guard.__exit__(None, None, None)
         for kind, dtype in zip(_KINDS, self._dtypes, strict=True):
             torch.set_autocast_dtype(kind, dtype)
@@ -43,6 +45,12 @@ class GrownTables:
         """Of all `modules`, which have them; others are left alone."""
         self._modules = [m for m in modules if _grows(m)]
         self._now = self._read()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> GrownTables | None:
+        """Those of a model; None where it has none, as most."""
+        found = cls(model.modules())
+        return found if found._modules else None
 
     def _read(self) -> Sequence[tuple[dict[str, Any], dict[str, Any]]]:
         return [(dict(vars(m)), dict(m._buffers)) for m in self._modules]

@@ -12,7 +12,6 @@ import ctypes
 import dis
 import functools
 import sys
-from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,11 +23,20 @@ _ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
 _JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
 
 
-def forwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of modules' forwards among those that wait for this one to return."""
+def let_forwards_go(frame: FrameType | None, looked_at: set[tuple[int, CodeType, int]]) -> None:
+    """`let_go` of the modules' forwards among the frames that wait for this one to return.
+
+    It ends at one that stands where it was looked at before: so do those that wait for it. Of a
+    frame `looked_at` keeps the number alone, as the frame would keep all that it holds. Where
+    another call has got the same number, something is kept for longer.
+    """
     while frame is not None:
         if frame.f_code.co_name == "forward":
-            yield frame
+            place = id(frame), frame.f_code, frame.f_lasti
+            if place in looked_at:
+                return
+            looked_at.add(place)
+            let_go(frame)
         frame = frame.f_back
 
 
