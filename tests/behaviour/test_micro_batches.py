@@ -15,7 +15,7 @@ from test_kv_on_cpu import engine_of, generate, prompts, run, steps_of
 from transformers import PreTrainedModel
 
 from offload.kernels.host_attention import HostAttention
-from offload.models.fused import decoder
+from offload.models.fused import micro_batch
 from offload.models.fused.decode import DecodeSession
 from offload.models.fused.host_rows import CpuSteps, CpuWork, HostJoin, HostStart
 from offload.models.kv.cache import common_of
@@ -200,8 +200,8 @@ def test_without_a_plan_a_batch_is_cut_where_cores_attend_for_long(
     monkeypatch.setattr(engine, "_device", torch.device("cuda"))
     if engine._stream is not None:
         assert engine._stream.depth == 1
-        monkeypatch.setattr(decoder, "CPU_SHARE", 0)
-        monkeypatch.setattr(decoder, "CPU_BYTES", 0)
+        monkeypatch.setattr(micro_batch, "CPU_SHARE", 0)
+        monkeypatch.setattr(micro_batch, "CPU_BYTES", 0)
         assert engine._micro_batches(layers) == 1  # two layers in use would leave no slot free
         monkeypatch.setattr(engine._stream, "_depth", 2)
     read = sum(layer.host_bytes() for layer in layers)
@@ -212,8 +212,8 @@ def test_without_a_plan_a_batch_is_cut_where_cores_attend_for_long(
         (1.01 * read / engine._layers.whole_bytes, 0, False),
         (0, 1.01 * read / len(layers), False),
     ):
-        monkeypatch.setattr(decoder, "CPU_SHARE", share)
-        monkeypatch.setattr(decoder, "CPU_BYTES", nbytes)
+        monkeypatch.setattr(micro_batch, "CPU_SHARE", share)
+        monkeypatch.setattr(micro_batch, "CPU_BYTES", nbytes)
         assert engine._micro_batches(layers) == 1 + cut
     assert (
         layers[0].host_bytes(window=2) * layers[0].host_keys.shape[2] == 2 * layers[0].host_bytes()

@@ -23,7 +23,7 @@ from offload.models.fused.decode import DecodeSession
 from offload.models.fused.decode_graph import LaunchGraph
 from offload.models.fused.decoder_layers import DecoderLayers
 from offload.models.fused.host_rows import CpuWork
-from offload.models.fused.micro_batch import MicroBatch
+from offload.models.fused.micro_batch import MicroBatch, worth_two
 from offload.models.fused.prompt import Prompt, Room
 from offload.models.fused.request import Request, Unserved
 from offload.models.fused.step import Step
@@ -37,11 +37,6 @@ from offload.models.shape import MLP_ROWS
 from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies, RowCopies
 
-# Without a plan, a step to whose sequences CPU cores attend has two micro-batches if the cores read
-# in a layer at least this share of the bytes of its whole weights (they read memory at a fiftieth
-# of a GPU's rate, or less), and so many bytes (some 0.4 ms: what a second micro-batch costs the
-# host in launches, and its rows on the way there and back).
-CPU_SHARE, CPU_BYTES = 1 / 16, 32 << 20
 _FIRST = 0, True  # the first of a session's stretches, with the entry in it
 
 
@@ -428,20 +423,16 @@ class FusedEngine(NotCopied):
         return common.session
 
     def _micro_batches(self, kept: list[KvLayer]) -> int:
-        """Of the decode steps of a cache: as planned, or 2 where cores attend for much longer than
-        the compute device takes for a layer, which two loads ahead leave room to hold.
+        """Of the decode steps of a cache: as planned, or 2 where that seems worth it and the link
+        does not wait for a slot, as a layer more is in use.
         """
         if kept[0].rows_on_cpu < 2 or self.streamed_kv is not None:
             return 1
         if self.micro_batches is not None:
             return self.micro_batches
         ahead = self._stream is None or self._stream.depth > 1
-        read = sum(
-            layer.host_bytes(spec.window)
-            for layer, spec in zip(kept, self.spec.layers, strict=True)
-        )
-        long = read >= max(CPU_SHARE * self._layers.whole_bytes, CPU_BYTES * len(kept))
-        return 2 if ahead and long and self._device.type == "cuda" else 1
+        worth = ahead and worth_two(kept, self.spec, self._layers.whole_bytes)
+        return 2 if worth and self._device.type == "cuda" else 1
 
     def _reserve(self, kept: list[KvLayer], columns: int, batch: int) -> None:
         for kv, layer in zip(kept, self.spec.layers, strict=True):

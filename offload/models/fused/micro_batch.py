@@ -9,6 +9,14 @@ import torch
 from offload.kernels.call import Launchable, current_stream
 from offload.models.fused.layer_calls import LayerCalls
 from offload.models.fused.layer_weights import LayerWeights
+from offload.models.kv.layer import KvLayer
+from offload.models.specs.spec import ModelSpec
+
+# Without a plan, a step to whose sequences CPU cores attend has two micro-batches if the cores read
+# in a layer at least this share of the bytes of its whole weights (they read memory at a fiftieth
+# of a GPU's rate, or less), and so many bytes (some 0.4 ms: what a second micro-batch costs the
+# host in launches, and its rows on the way there and back).
+CPU_SHARE, CPU_BYTES = 1 / 16, 32 << 20
 
 
 class MicroBatch:
@@ -50,3 +58,12 @@ class MicroBatch:
         """Let go of the weights."""
         self._made.clear()
         self._rest = ()
+
+
+def worth_two(kept: Sequence[KvLayer], spec: ModelSpec, whole_bytes: int) -> bool:
+    """Whether cores attend to a cache for much longer than a GPU computes; `whole_bytes`: of all
+    layers' weights.
+    """
+    layers = zip(kept, spec.layers, strict=True)
+    read = sum(layer.host_bytes(own.window) for layer, own in layers)
+    return read >= max(CPU_SHARE * whole_bytes, CPU_BYTES * len(kept))
