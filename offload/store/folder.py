@@ -125,9 +125,14 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+def is_temporary(file: Path) -> bool:
+    """Whether a writer made it for itself."""
+    return file.name.startswith(_TEMPORARY)
+
+
 def remove_temporaries(folder: str | os.PathLike[str]) -> None:
     """Remove what killed writers left in `folder`; call it under the lock that writers take."""
-    for file in Path(folder).glob(_TEMPORARY + "*"):
+    for file in filter(is_temporary, Path(folder).iterdir()):
         file.unlink(missing_ok=True)
 
 

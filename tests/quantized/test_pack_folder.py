@@ -218,6 +218,44 @@ def test_a_folder_that_is_there_is_not_touched(source: Source, tmp_path: Path) -
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_folder_of_the_name_that_is_worked_in_is_not_touched(
+    source: Source, tmp_path: Path, own: bool
+) -> None:
+    """Be it the checkpoint itself."""
+    partial = tmp_path / "out.partial"
+    if own:
+        partial.mkdir()
+        (partial / "notes").write_text("of the user")
+    else:
+        shutil.copytree(source("llama"), partial)
+    before = {f.name: f.read_bytes() for f in partial.iterdir()}
+    with pytest.raises(FileExistsError, match=r"out.partial is where this works .* move it"):
+        folders.pack(source("llama") if own else partial, tmp_path / "out", "int4")
+    assert {f.name: f.read_bytes() for f in partial.iterdir()} == before
+
+
+def test_what_is_killed_at_its_very_beginning_or_end_is_in_nobodys_way(
+    source: Source, tmp_path: Path, monkeypatch: Any
+) -> None:
+    partial, out = tmp_path / "out.partial", tmp_path / "out"
+    partial.mkdir()
+    for name in ("pack.lock", ".part-12-ab"):
+        (partial / name).touch()
+    rename = os.rename
+
+    def stop(*args: Any) -> None:
+        rename(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", stop)
+        folders.pack(source("llama"), out, "int4")
+    fresh = folders.pack(source("llama"), tmp_path / "fresh", "int4")
+    assert folders.tensors(out).keys() == folders.tensors(fresh).keys()
+    assert not partial.exists()
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again(source: Source, tmp_path: Path) -> None:
     out = folders.pack(source("llama"), tmp_path / "out", "int4")
     with pytest.raises(UnsupportedError, match=r"quantised .*compressed-tensors"):

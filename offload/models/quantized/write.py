@@ -25,7 +25,14 @@ from offload.kernels.quantize import quantise
 from offload.models.quantized.choose import CheckpointWeight, choose
 from offload.models.quantized.published import describe_choice
 from offload.models.quantized.wanted import Wishes
-from offload.store.folder import atomic_write, check_folder, lock, remove_temporaries, sync_folder
+from offload.store.folder import (
+    atomic_write,
+    check_folder,
+    is_temporary,
+    lock,
+    remove_temporaries,
+    sync_folder,
+)
 from offload.store.reads import SECTOR
 from offload.store.tensor_file import file_head, holds
 
@@ -35,7 +42,7 @@ WORKERS = 4  # tensors that are read or worked on at once, of large ones fewer:
 HELD = 1 << 30  # bytes of the checkpoint in memory, but for one that is larger
 FILES = 2  # one is brought to the disk while the next is begun
 INDEX = "model.safetensors.index.json"
-_KEY = "pack.json"
+_KEY, _LOCK = "pack.json", "pack"
 _VERSION = 1
 # Of the checkpoint's folder these do not come along: they hold its weights, in any framework.
 _WEIGHTS = (
@@ -90,21 +97,22 @@ def write_quantised(
     It appears whole: until then `out`.partial is worked on, file by file, and a run that was
     stopped is taken up at the first file that is missing. Quantising runs on `device`.
 
-    Raises FileExistsError where `out` is there, CheckpointError (tensor and file named) for
-    weights that cannot be quantised, ValueError and UnsupportedError as `choose`, BudgetError or
-    OSError for a disk that is full.
+    Raises FileExistsError where `out` is there, or `out`.partial with files of somebody else's;
+    CheckpointError (tensor and file named) for weights that cannot be quantised, ValueError and
+    UnsupportedError as `choose`, BudgetError or OSError for a disk that is full.
     """
     out = Path(out).expanduser().absolute()
     _refuse_existing(out)
     choice = choose(model, checkpoint, wishes)
     shards = _shards([_Entry.of(weight) for weight in choice.weights])
     partial = out.with_name(out.name + ".partial")
+    _refuse_foreign(partial)
     check_folder(partial)
-    with lock(partial, "pack"):
+    with lock(partial, _LOCK):
         if os.path.lexists(out):  # another process wrote it while this one waited
             # Its folder became `out`, and the lock that was waited for went with it.
             with contextlib.suppress(FileNotFoundError):
-                if [f.name for f in partial.iterdir()] == ["pack.lock"]:
+                if [f.name for f in partial.iterdir()] == [f"{_LOCK}.lock"]:
                     shutil.rmtree(partial)
             _refuse_existing(out)
         remove_temporaries(partial)
@@ -123,9 +131,10 @@ def write_quantised(
             config["tie_word_embeddings"] = False
         with atomic_write(partial / "config.json") as stream:
             stream.write(json.dumps(config, indent=2).encode() + b"\n")
-        (partial / _KEY).unlink()
-        (partial / "pack.lock").unlink()
         os.rename(partial, out)
+        for name in (_KEY, f"{_LOCK}.lock"):  # last: without them the folder would be nobody's
+            (out / name).unlink()
+        sync_folder(out)
         sync_folder(out.parent)
     return out
 
@@ -135,6 +144,20 @@ def _refuse_existing(out: Path) -> None:
         raise FileExistsError(f"{out} is there already; remove it, or name another folder")
 
 
+def _refuse_foreign(partial: Path) -> None:
+    """A folder that happens to have this name is not taken for what a stopped run left."""
+    if not partial.is_dir() or (partial / _KEY).is_file():
+        return
+    # Of a run that was killed before it made its note there may be these.
+    others = (f for f in partial.iterdir() if f.name != f"{_LOCK}.lock" and not is_temporary(f))
+    found = next(others, None)
+    if found is not None:
+        raise FileExistsError(
+            f"{found} would be in the way: {partial} is where this works until all is there, and "
+            "no earlier run left that; move it, or name another folder"
+        )
+
+
 def _begin(partial: Path, key: str) -> None:
     """Keep the files of an earlier run of the same; of any other, start anew."""
     note = partial / _KEY
@@ -142,7 +165,7 @@ def _begin(partial: Path, key: str) -> None:
     if note.is_file() and note.read_bytes() == content:
         return
     for file in partial.iterdir():
-        if file.name != "pack.lock" and file.is_file():
+        if file.name != f"{_LOCK}.lock" and file.is_file():
             file.unlink()
     with atomic_write(note) as stream:
         stream.write(content)
