@@ -453,8 +453,10 @@ def test_folders_of_killed_processes_are_removed_and_others_are_not(tmp_path: Pa
     again = live_pack(tmp_path)
     assert live_folders(tmp_path) == sorted([mine.folder, again.folder])
     (tmp_path / "live-notes").write_text("a user's own file")
+    (tmp_path / "live-music").mkdir()
+    (tmp_path / "live-music" / "song").touch()
     live_pack(tmp_path).remove()
-    assert (tmp_path / "live-notes").exists()
+    assert (tmp_path / "live-notes").exists() and (tmp_path / "live-music" / "song").exists()
     mine.remove()
     again.remove()
 

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from offload.store.tensor_file import file_head, holds
 _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_LIVE = "live-"
+_LIVE = re.compile("live-[0-9]+-[0-9a-f]{12}")  # of live models: the user may have "live-music"
 _HOLDER = "holder.lock"
 _VERSION = 1
 
@@ -155,10 +156,10 @@ def live_pack(folder: str | os.PathLike[str]) -> Pack:
     """
     home = check_folder(folder)
     with lock(home, "live"):  # else a folder that is not held yet would look like an orphan
-        for each in home.glob(f"{_LIVE}*"):
-            if each.is_dir() and _is_orphan(each):
+        for each in home.iterdir():
+            if _LIVE.fullmatch(each.name) and each.is_dir() and _is_orphan(each):
                 shutil.rmtree(each, ignore_errors=True)
-        pack = Pack(home, f"{_LIVE}{os.getpid()}-{secrets.token_hex(6)}")
+        pack = Pack(home, f"live-{os.getpid()}-{secrets.token_hex(6)}")
         pack.hold()
     return pack
 
