@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from offload.scheduler.setting import Goal
@@ -55,15 +56,36 @@ def memory(text: str) -> tuple[int | str, int]:
     return (int(place) if number else place), size(amount)
 
 
+def max_memory(entries: Iterable[tuple[int | str, int]]) -> dict[int | str, int]:
+    """All entries, each place once."""
+    found: dict[int | str, int] = {}
+    for place, nbytes in entries:
+        if place in found:
+            raise ValueError(
+                f"--max-memory names {place} twice ({found[place]} and {nbytes} bytes): say it once"
+            )
+        found[place] = nbytes
+    return found
+
+
 def device_map(text: str) -> str | dict[str, Any]:
     """A name, or a JSON object of module names to 0, "cpu" or "nvme"."""
     if not text.lstrip().startswith("{"):
         return text
     try:
-        places = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
-    return dict(places)
+        places: dict[str, Any] = json.loads(text, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not valid JSON: {error}") from error
+    return places
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose names stand there once each."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} stands there twice")
+    return dict(pairs)
 
 
 def add_placement(parser: argparse.ArgumentParser, default: str = "auto") -> None:

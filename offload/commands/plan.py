@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.commands.arguments import add_job, add_json, add_kv_dtype, memory, path, positive
+from offload.commands.arguments import (
+    add_job,
+    add_json,
+    add_kv_dtype,
+    max_memory,
+    memory,
+    path,
+    positive,
+)
 from offload.commands.console import say
 from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
 from offload.scheduler.estimate import Estimate
@@ -96,7 +104,7 @@ def execute(args: argparse.Namespace) -> int:
     model = replace(_profile(args.model), engine=engine)
     hardware = _hardware(args.hardware)
     job = Job(args.prompt_len, args.gen_len, args.batch)
-    budget = _budget(dict(args.max_memory), hardware)
+    budget = _budget(max_memory(args.max_memory), hardware)
     planned = plan_job(model, hardware, budget, job, Goal(args.goal), args.weights)
     if args.json:
         facts = {"model": model.name, "machine": hardware.machine.fingerprint}

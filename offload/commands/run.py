@@ -17,6 +17,7 @@ from offload.commands.arguments import (
     add_remote_code,
     add_trace,
     add_weights,
+    max_memory,
     memory,
     path,
     positive,
@@ -77,6 +78,7 @@ def add_parser(commands: Any) -> None:
         "--max-memory",
         type=memory,
         action="append",
+        default=[],
         metavar="PLACE=SIZE",
         help="a limit for 'cpu' or a GPU's number: cpu=64GiB, 0=20GiB; may be repeated",
     )
@@ -143,7 +145,7 @@ def _load(folder: Path, args: argparse.Namespace, length: int) -> Any:
     return offload.run(
         folder,
         device_map=args.device_map,
-        max_memory=dict(args.max_memory or ()),
+        max_memory=max_memory(args.max_memory),
         offload_folder=args.offload_folder,
         dtype=args.dtype or "auto",
         quantization=quantization(args),

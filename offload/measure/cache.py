@@ -42,10 +42,10 @@ def read_hardware(file: str | os.PathLike[str]) -> Hardware:
         if isinstance(found, dict) and "hardware" in found:
             found = found["hardware"]
         return Hardware.from_dict(found)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise HardwareError(f"{file} holds no JSON: {error}") from error
     except HardwareError as error:
         raise HardwareError(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise HardwareError(f"{file} holds no JSON: {error}") from error
 
 
 def measured_hardware(

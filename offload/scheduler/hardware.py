@@ -337,9 +337,9 @@ def _read_curve(curve: Mapping[str, Any], scale: float) -> Curve:
 
 def _scale(name: str, unit: Any) -> float:
     wanted = _UNITS[name]
-    if wanted == "s" and unit in _TIMES:
+    if isinstance(unit, str) and wanted == "s" and unit in _TIMES:
         return _TIMES[unit]
-    if wanted != "s" and isinstance(unit, str) and unit.endswith(wanted):
+    if isinstance(unit, str) and wanted != "s" and unit.endswith(wanted):
         prefix = unit.removesuffix(wanted)
         if prefix in _SCALES:
             return _SCALES[prefix]

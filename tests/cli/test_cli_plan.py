@@ -102,6 +102,7 @@ def test_a_budget_that_cannot_hold_it_says_the_least(program: Any, rates: Path) 
         (["opt-31b"], "'opt-31b' is neither a folder nor a known shape; shapes are tiny, "),
         (["tiny", "--weights", "int3"], "'int3' is none of fp32, fp16, bf16, int8, int4"),
         (["tiny", "--max-memory", "1=3GiB"], "names 1; a plan is for one GPU, 0, and 'cpu'"),
+        (["tiny", "--max-memory", "0=3GB", "--max-memory", "00=4GB"], "names 0 twice (3000000000 "),
         (["tiny", "--batch", "0"], "'0' is not a whole number above zero"),
         (["tiny", "--goal", "speed"], "invalid choice: 'speed'"),
         (["tiny", "--prompt-len", "9" * 30], "plans are made for at most"),
@@ -123,6 +124,8 @@ def test_bad_rates_are_one_line(program: Any, tmp_path: Path, rates: Path) -> No
     missing = program("plan", "tiny", "--hardware", tmp_path / "none.json")
     assert missing.code == 2 and "none.json" in missing.err
     (tmp_path / "x.json").write_text("{")
+    assert "x.json holds no JSON" in program("plan", "tiny", "--hardware", tmp_path / "x.json").err
+    (tmp_path / "x.json").write_text("9" * 5000)
     assert "x.json holds no JSON" in program("plan", "tiny", "--hardware", tmp_path / "x.json").err
     kept = json.loads(rates.read_text())["hardware"]
     del kept["rates"]["hbm"]

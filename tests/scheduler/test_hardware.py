@@ -73,6 +73,7 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("rates", "disk"), 5e9, "'disk' is 5000000000.0, not a 'value' with a 'unit'"),
     (("rates", "disk", "unit"), "GiB/s", "'disk' is in 'GiB/s'; its unit is B/s"),
     (("rates", "launch", "unit"), "B/s", "its unit is s"),
+    (("rates", "launch", "unit"), ["us"], r"is in \['us'\]; its unit is s"),
     (("rates", "disk", "value"), "fast", "'disk' has the value 'fast'"),
     (("rates", "disk", "value"), -1, "disk is -1.0, not a number of B/s above zero"),
     (("rates", "hbm", "value"), float("nan"), "hbm is nan"),
