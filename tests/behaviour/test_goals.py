@@ -127,7 +127,8 @@ def test_micro_batches_take_turns_where_they_were_planned(
         assert model.offload._engine.micro_batches == 1
     job |= {"max_memory": {0: 2 * whole.device, "cpu": "3MiB"}}
     monkeypatch.setattr(planned, "_engine", lambda *args: FUSED)
-    even = replace(hardware, hbm=1e7, cpu_attention={"float32": ((1, 1e7),)})
+    attends = {"float32": ((1, 1e7),)}
+    even = replace(hardware, link_up=1e8, link_down=1e8, hbm=1e7, cpu_attention=attends)
     rates_file(None, CPU).write_text(json.dumps(even.as_dict()))
     with run(folder, engine="fused", goal="throughput", **job) as model:
         found = model.offload.planned.choice
