@@ -349,6 +349,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         ({"a": entry(shape=(-2,))}, 8, "negative"),
         ({"a": entry(shape=(2.0,))}, 8, "not a list of sizes"),
         ({"a": entry(shape=(True, 2))}, 8, "not a list of sizes"),
+        ({"a": entry(shape=(0, 1 << 62, 1 << 62), offsets=(8, 8))}, 8, "is beyond any memory"),
         ({"a": entry(offsets=(0, 8, 9))}, 8, "not two byte positions"),
         ({"a": entry(offsets=(8, 0))}, 8, "hold -8 bytes"),
         ({"a": entry(offsets=(0, 7))}, 7, "hold 7 bytes.*needs 8"),
