@@ -85,7 +85,7 @@ class Activation(Call):
 
 def row_stride(op: str, name: str, tensor: torch.Tensor) -> int:
     """Elements from one row to the next of a tensor [..., width]; refuses rows at uneven steps."""
-    if not tensor.numel():
+    if tensor.is_contiguous():  # as most are: this is asked several times a product
         return tensor.shape[-1]
     step: int | None = None
     expected = 0

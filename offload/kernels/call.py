@@ -81,7 +81,7 @@ def current_stream(device: torch.device) -> int:
 
 def on_stream(device: torch.device, stream: int) -> contextlib.AbstractContextManager[Any]:
     """Make torch issue its work on `stream`, if it does not do so already."""
-    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
+    if device.type != "cuda" or current_stream(device) == stream:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
 

@@ -210,8 +210,9 @@ def _check_apart(
 
 def _span(op: str, name: str, tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first element to behind its last."""
-    if tensor.numel() == 0:
-        return tensor.data_ptr(), tensor.data_ptr()
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     rows = tensor.numel() // tensor.shape[-1]
     elements = (rows - 1) * row_stride(op, name, tensor) + tensor.shape[-1]
-    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+    return begin, begin + elements * tensor.element_size()

@@ -240,6 +240,8 @@ def _parts(
     """Parts of a workspace, one behind another, for what lies between the kernels. All are asked
     for at once, since every call of a workspace gets the same memory.
     """
+    if not shapes:
+        return {}
     size = like.element_size()
     lengths = [-(-torch.Size(shape).numel() * size // _ALIGNMENT) for shape in shapes.values()]
     memory = workspace.partials(sum(lengths) * _ALIGNMENT).view(torch.uint8)
