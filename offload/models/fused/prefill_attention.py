@@ -13,6 +13,10 @@ from offload.models.specs.spec import LayerSpec
 MASK_ELEMENTS = 1 << 26  # of one mask, or of one piece of float32 scores
 MIN_ROWS = 1024  # of a piece that is cut for a window's sake
 KEPT_ELEMENTS = 1 << 28  # of all masks that are kept for the layers that follow
+# Scores of a head, of all sequences, from which on torch's own choice is left alone: where that is
+# cuDNN, the host takes some 50 ms to plan for each new length, and its kernel wins less back.
+PLANNED_SCORES = 1 << 24
+FLASH_WIDTH = 256  # of heads, at most, in steps of 8
 
 
 class PrefillAttention:
@@ -57,6 +61,10 @@ class PrefillAttention:
         if group > 1 and not native:
             keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         options: dict[str, Any] = {"scale": layer.scale, "enable_gqa": group > 1 and native}
+        if plain and _by_flash(query):
+            causal = self._tokens > 1
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, keys, values, 0.0, causal, scale=layer.scale)[0]
         if plain:
             return functional.scaled_dot_product_attention(
                 query, keys, values, is_causal=self._tokens > 1, **options
@@ -155,6 +163,18 @@ class PrefillAttention:
             self._masks[first, last, window] = seen
             self._kept += seen.numel()
         return seen
+
+
+def _by_flash(query: torch.Tensor) -> bool:
+    """Whether queries [batch, heads, tokens, head_dim] attend by the kernel that needs no plan."""
+    batch, _, tokens, width = query.shape
+    return (
+        query.is_cuda
+        and query.dtype != torch.float32
+        and width <= FLASH_WIDTH
+        and not width % 8
+        and 0 < batch * tokens * tokens < PLANNED_SCORES
+    )
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
