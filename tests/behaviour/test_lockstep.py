@@ -421,6 +421,27 @@ def test_each_call_has_its_own_settings_of_torch(model: Any) -> None:
         assert now() == before
 
 
+def test_settings_are_as_they_were_behind_a_call_that_failed(model: Any) -> None:
+    """Those that are ended have their own once more meanwhile."""
+    arguments = variants.inputs("llama")
+
+    def goes_on() -> None:
+        with torch.enable_grad(), torch.autocast("cpu", dtype=torch.float16):
+            model.generate(**requests("llama", [9])[0])
+
+    def fails() -> None:
+        model(**arguments)
+        raise ValueError("nonsense")
+
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(JobError, match="nonsense"):
+            model.offload.together([goes_on, fails, goes_on])
+        assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+
+
 # ---- what goes wrong ----------------------------------------------------------------------------
 
 
