@@ -101,11 +101,11 @@ FUSED = Engine(
     load_kernels=6,
     small_kernels=(6, 2),
     piece_kernels=14,
-    # Fitted to prompts and steps of one sequence on three hosts, whose calls take 18 to 19 us:
-    # 0.65, 2.3 and 0.21 ms there. A layer makes a dozen calls for a part of a prompt; torch's
-    # products, attention and views are the rest.
-    prompt_calls=34,
-    start_calls=120,
+    # Fitted to prompts and steps of one sequence on five hosts, whose calls take 18 to 20 us: 0.8,
+    # 4.6 and 0.21 ms there, by a quarter more or less. A layer makes a dozen calls for a part of a
+    # prompt; torch's products, attention and views are the rest.
+    prompt_calls=43,
+    start_calls=250,
     step_calls=11,
 )
 # PyTorch's modules from Python: many small kernels, each of them through its dispatcher.
