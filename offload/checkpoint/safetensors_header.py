@@ -148,15 +148,12 @@ def _extent(file: str, name: str, entry: Any, start: int) -> Extent:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise bad(f"its data_offsets are {offsets!r:.80}, not two byte positions")
     if kind not in DTYPES:
-        why = "has less than a byte an element" if kind in _SUB_BYTE else "this version does not know"
+        why = "has less than a byte an element" if kind in _SUB_BYTE else "this version lacks"
         raise UnsupportedError(
             f"{file}: tensor {name!r} has dtype {kind}, which {why}; use a checkpoint in one of "
             f"{', '.join(DTYPES)}"
         )
     dtype = DTYPES[kind]
-    # A size of 0 hides the others from the bytes, but not from strides.
-    if not _is_size(math.prod(max(1, size) for size in shape) * dtype.itemsize):
-        raise bad(f"its shape {shape!r:.80} is beyond any memory")
     begin, end = offsets
     nbytes = math.prod(shape) * dtype.itemsize
     if end - begin != nbytes:
@@ -164,6 +161,9 @@ def _extent(file: str, name: str, entry: Any, start: int) -> Extent:
             f"its data_offsets {offsets} hold {end - begin} bytes, but {kind} of shape {shape} "
             f"needs {nbytes}"
         )
+    # A size of 0 hides the others from the bytes, but not from strides.
+    if not _is_size(math.prod(max(1, size) for size in shape) * dtype.itemsize):
+        raise bad(f"its shape {shape!r:.80} is beyond any memory")
     return Extent(file, start + begin, nbytes, dtype, tuple(shape))
 
 
