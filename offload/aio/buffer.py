@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import regions
-from .errors import AioClosedError
+from .errors import AioClosedError, whole
 from .extension import _aio
 from .mapping import HUGE_PAGE, Huge, Mapping
 from .pinning import Chunk, Lock, Pin, release
@@ -29,6 +29,7 @@ class AlignedBuffer(_Exporter):
 
     def __init__(self, nbytes: int, huge: Huge, lock: Lock) -> None:
         super().__init__()
+        nbytes = whole("nbytes", nbytes)
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         if lock not in ("auto", "cuda", "mlock", False):
@@ -246,11 +247,12 @@ def alloc(
         2 MiB, but for the last); a device copy may not span two.
 
     Memory that cannot be locked is usable all the same: `lock_reason` says why. Raises MemoryError
-    or OSError where the memory itself cannot be had, ValueError for arguments that do not fit.
+    or OSError where the memory itself cannot be had, ValueError or TypeError for arguments that do
+    not fit.
     """
     buffer = AlignedBuffer(nbytes, huge, lock)
     if populate:
-        sizes = [nbytes] if chunks is None else list(chunks)
+        sizes = [buffer.nbytes] if chunks is None else [whole("a chunk", x) for x in chunks]
         if sum(sizes) < nbytes:
             raise ValueError(f"chunks add up to {sum(sizes)} bytes, the buffer has {nbytes}")
         buffer._populate_first(sizes)

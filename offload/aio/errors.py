@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno as errno_codes
+import operator
 import os
 from typing import Any
 
@@ -96,3 +97,13 @@ def _rebuild(
 def message_for(errno: int, write: bool) -> str:
     """What an errno means for a read or a write, in the system's own words."""
     return f"{'write' if write else 'read'} failed: {os.strerror(errno)}"
+
+
+def whole(name: str, value: Any) -> int:
+    """An argument that counts bytes, of whatever type of integer; raises TypeError."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number of bytes, not {value!r}") from None

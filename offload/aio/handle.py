@@ -15,7 +15,7 @@ from typing import Any
 
 from . import backends, regions
 from .engine import Shape, Ticket
-from .errors import AioClosedError, AioError, BackendUnavailable
+from .errors import AioClosedError, AioError, BackendUnavailable, whole
 from .file import AioFile, Descriptors
 from .future import IOFuture
 from .hints import transfer_hint
@@ -135,7 +135,9 @@ class AioHandle:
     ) -> IOFuture:
         self._usable()
         span = span_of(buffer, writable=not write)
+        offset = whole("file_offset", offset)
         if nbytes is not None:
+            nbytes = whole("nbytes", nbytes)
             if not 0 <= nbytes <= span.nbytes:
                 raise ValueError(f"nbytes is {nbytes}, the buffer holds {span.nbytes}")
             span = Span(span.address, nbytes, span.hold)

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import AioError
+from .errors import AioError, whole
 from .file import PAGE, Descriptors
 from .future import IOFuture, failure
 from .request import refuse_misaligned
@@ -48,7 +48,7 @@ class Course:
 def course(
     files: Descriptors, span: Span, ranges: Iterable[tuple[int, int]], chunk: int | None, keep: int
 ) -> Course:
-    """A checked course; ValueError names what cannot be."""
+    """A checked course; ValueError or TypeError names what cannot be."""
     grain = max(PAGE, files.offset_align)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be a positive integer, not {keep!r}")
@@ -64,10 +64,11 @@ def course(
         )
     checked = []
     for offset, nbytes in ranges:
+        offset, nbytes = whole("a range's offset", offset), whole("a range's length", nbytes)
         if offset < 0 or nbytes < 0 or offset + nbytes >= 1 << 63:
             raise ValueError(f"range ({offset}, {nbytes}) lies outside of any file")
         refuse_misaligned(files, span.address + offset % grain, offset, nbytes)
-        checked.append((int(offset), int(nbytes)))
+        checked.append((offset, nbytes))
     return Course(files, span, chunk, slots, keep, tuple(checked))
 
 

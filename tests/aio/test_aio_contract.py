@@ -143,6 +143,21 @@ def test_memory_that_cannot_be_used_is_refused(direct_file):
         assert handle.stats()["reads"] == 0
 
 
+@pytest.mark.parametrize("value", [1.5, "4", True])
+def test_bytes_are_counted_in_whole_numbers(backend, direct_file, content, value):
+    """Of any kind; what is none would end a thread of the engines in Python."""
+    with aio.AioHandle(backend=backend) as handle:
+        memory = aio.alloc(8, lock=False)
+        with pytest.raises(TypeError, match=f"nbytes must be a whole number of .* not {value!r}"):
+            handle.pread(memory, direct_file, nbytes=value)
+        with pytest.raises(TypeError, match=f"file_offset must be a whole number.* not {value!r}"):
+            handle.pread(memory, direct_file, value)
+        assert handle.pread(memory, direct_file, numpy.int64(3), numpy.uint8(5)) == 5
+        assert bytes(memory.tensor()[:5].tolist()) == content[3:8]
+    with pytest.raises(TypeError, match="nbytes must be a whole number"):
+        aio.alloc(value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("block_size", 100), ("queue_depth", 0), ("intra_op_parallelism", "2"), ("queue_depth", True)],

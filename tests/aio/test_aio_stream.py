@@ -300,6 +300,8 @@ def test_arguments_are_checked(direct_file, options, text):
             handle.stream(aio.alloc(8 * PAGE, lock=False), direct_file, **options)
         with pytest.raises(TypeError, match="buffer must be"):
             handle.stream(b"constant", direct_file)
+        with pytest.raises(TypeError, match="a range's offset must be a whole number"):
+            handle.stream(aio.alloc(8 * PAGE, lock=False), direct_file, [(0.5, 3)])
 
 
 def test_strict_files_take_aligned_ranges_only(direct_file, content):
