@@ -80,7 +80,8 @@ inline void mix(const Work& w, float* rows, bool back) {
 // registers while rows pass by.
 template <class Cache, int Q, int N>
 OFFLOAD_APART void dots(const Work& w, const typename Cache::T* rows, int count,
-                        const float* queries, int d, V* sums, Ahead* ahead) {
+                        const float* queries, int d, V* sums, Ahead& ahead) {
+    const int64_t time = w.share(w.key_time, Q, N * kLanes);
     V query[Q][N];
 #pragma GCC unroll 8
     for (int g = 0; g < Q; g++)
@@ -90,7 +91,7 @@ OFFLOAD_APART void dots(const Work& w, const typename Cache::T* rows, int count,
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const auto* const row = rows + int64_t(r) * w.dim + d;
-        if (ahead != nullptr) ahead->pass(w.key_time);
+        ahead.pass(time);
         V block[N], sum[Q];
         load_block<Cache>(row, block);
 #pragma GCC unroll 8
@@ -111,9 +112,9 @@ OFFLOAD_APART void dots(const Work& w, const typename Cache::T* rows, int count,
 // All elements of Q queries, in blocks of N vectors, then of fewer.
 template <class Cache, int Q, int N>
 inline void all_dots(const Work& w, const typename Cache::T* rows, int count, const float* queries,
-                     int d, V* sums, Ahead* ahead) {
+                     int d, V* sums, Ahead& ahead) {
     for (; d + N * kLanes <= w.dim; d += N * kLanes)
-        dots<Cache, Q, N>(w, rows, count, queries, d, sums, d == 0 ? ahead : nullptr);
+        dots<Cache, Q, N>(w, rows, count, queries, d, sums, ahead);
     if constexpr (N > 1) {
         all_dots<Cache, Q, N / 2>(w, rows, count, queries, d, sums, ahead);
     } else if (d < w.dim) {
@@ -130,7 +131,8 @@ inline void all_dots(const Work& w, const typename Cache::T* rows, int count, co
 // sums[g] += weight[g][t] * row t, over Q queries and N vectors from element d on.
 template <class Cache, int Q, int N>
 OFFLOAD_APART void add_rows(const Work& w, const typename Cache::T* rows, int count,
-                            const float* weights, float* sums, int d, Ahead* ahead) {
+                            const float* weights, float* sums, int d, Ahead& ahead) {
+    const int64_t time = w.share(w.value_time, Q, N * kLanes);
     V sum[Q][N];
 #pragma GCC unroll 8
     for (int g = 0; g < Q; g++)
@@ -139,7 +141,7 @@ OFFLOAD_APART void add_rows(const Work& w, const typename Cache::T* rows, int co
             sum[g][i] = Simd::load(sums + int64_t(g) * w.padded_dim + d + i * kLanes);
     for (int t = 0; t < count; t++) {
         const auto* const row = rows + int64_t(t) * w.dim + d;
-        if (ahead != nullptr && d == 0) ahead->pass(w.value_time);
+        ahead.pass(time);
         V value[N];
         load_block<Cache>(row, value);
 #pragma GCC unroll 8
@@ -159,7 +161,7 @@ OFFLOAD_APART void add_rows(const Work& w, const typename Cache::T* rows, int co
 // All elements of Q queries, in blocks of N vectors, then of fewer.
 template <class Cache, int Q, int N>
 inline void add_all(const Work& w, const typename Cache::T* rows, int count, const float* weights,
-                    float* sums, int d, Ahead* ahead) {
+                    float* sums, int d, Ahead& ahead) {
     for (; d + N * kLanes <= w.dim; d += N * kLanes)
         add_rows<Cache, Q, N>(w, rows, count, weights, sums, d, ahead);
     if constexpr (N > 1) {
@@ -181,7 +183,7 @@ inline void score_rows(const Work& w, const typename Kind::T* rows, int count, i
                        Ahead& ahead) {
     V* const sums = reinterpret_cast<V*>(w.tiles);
     for (; g + Q <= w.group; g += Q) {
-        Kind::template dots_of<Q>(w, rows, count, g, sums, g == 0 ? &ahead : nullptr);
+        Kind::template dots_of<Q>(w, rows, count, g, sums, ahead);
         for (int i = 0; i < Q; i++)
             Simd::store_sums(sums + i * kRows, scores + (g + i) * w.padded_columns);
     }
@@ -229,7 +231,7 @@ struct Floats {
     }
 
     template <int Q>
-    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead* ahead) {
+    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead& ahead) {
         constexpr int N = Q == 1 ? 8 : kSums / Q;
         all_dots<Cache, Q, N>(w, rows, count, w.queries + int64_t(g) * w.padded_dim, 0, sums,
                               ahead);
@@ -242,7 +244,7 @@ struct Floats {
         constexpr int N = Q == 1 ? 8 : kSums / Q;
         for (; g + Q <= w.group; g += Q)
             add_all<Cache, Q, N>(w, rows, count, w.scores + g * w.padded_columns + t,
-                                 w.sums + int64_t(g) * w.padded_dim, 0, g == 0 ? &ahead : nullptr);
+                                 w.sums + int64_t(g) * w.padded_dim, 0, ahead);
         if constexpr (Q > 1) values_in_turns<Q / 2>(w, rows, t, count, g, ahead);
     }
 };

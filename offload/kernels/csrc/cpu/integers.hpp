@@ -63,7 +63,7 @@ inline void put_wide(const int32_t* high, const int32_t* low, int32_t high_exces
 // by lane.
 template <int Q, int N>
 OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, int g, int d,
-                                 int some, V* sums, Ahead* ahead);
+                                 int some, V* sums, Ahead& ahead);
 
 struct Integers {
     typedef int8_t T;
@@ -124,11 +124,11 @@ struct Integers {
     }
 
     template <int Q>
-    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead* ahead) {
+    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead& ahead) {
         int d = 0;
-        for (; d + 2 * kWide <= w.dim; d += 2 * kWide, ahead = nullptr)
+        for (; d + 2 * kWide <= w.dim; d += 2 * kWide)
             dots_of_bytes<Q, 2>(w, rows, count, g, d, kWide, sums, ahead);
-        for (; d < w.dim; d += kWide, ahead = nullptr)
+        for (; d < w.dim; d += kWide)
             dots_of_bytes<Q, 1>(w, rows, count, g, d, w.dim - d, sums, ahead);
     }
 
@@ -159,7 +159,8 @@ struct Integers {
 
 template <int Q, int N>
 OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, int g, int d,
-                                 int some, V* sums, Ahead* ahead) {
+                                 int some, V* sums, Ahead& ahead) {
+    const int64_t time = w.share(w.key_time, Q, N > 1 ? N * kWide : some);
     const Simd::P offset = Simd::all_bytes(128);
     const auto load = [&](const int8_t* p, int i) {
         p += i * kWide;
@@ -183,7 +184,7 @@ OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, i
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const int8_t* const row = rows + int64_t(r) * w.dim + d;
-        if (ahead != nullptr) ahead->pass(w.key_time);
+        ahead.pass(time);
         I highs[Q] = {}, lows[Q];
 #pragma GCC unroll 8
         for (int q = 0; q < Q; q++) lows[q] = begin[q];
@@ -208,7 +209,8 @@ OFFLOAD_APART void dots_of_bytes(const Work& w, const int8_t* rows, int count, i
 // `some` elements; four rows at a time.
 template <int Q, int N>
 OFFLOAD_APART void add_bytes(const Work& w, const int8_t* rows, int t, int count, int g, int d,
-                             int some, Ahead* ahead) {
+                             int some, Ahead& ahead) {
+    const int64_t time = w.share(w.value_time, Q, N > 1 ? N * kWide : some);
     const Simd::P offset = Simd::all_bytes(128);
     const int64_t raw_apart = offload_host::kBlock * int64_t(w.wide_dim);
     const int64_t weights_apart = offload_host::kBlock * w.padded_columns;
@@ -226,7 +228,7 @@ OFFLOAD_APART void add_bytes(const Work& w, const int8_t* rows, int t, int count
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             row[i] = rows + int64_t(r + i < count ? r + i : count - 1) * w.dim + d;
-            if (ahead != nullptr) ahead->pass(w.value_time);
+            ahead.pass(time);
         }
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
@@ -266,13 +268,11 @@ inline void Integers::add_in_turns(const Work& w, const T* rows, int t, int coun
                                    Ahead& ahead) {
     constexpr int N = 2 / Q;
     for (; g + Q <= w.group; g += Q) {
-        Ahead* some = g == 0 ? &ahead : nullptr;
         int d = 0;
         if constexpr (N > 1)
-            for (; d + N * kWide <= w.dim; d += N * kWide, some = nullptr)
-                add_bytes<Q, N>(w, rows, t, count, g, d, kWide, some);
-        for (; d < w.dim; d += kWide, some = nullptr)
-            add_bytes<Q, 1>(w, rows, t, count, g, d, w.dim - d, some);
+            for (; d + N * kWide <= w.dim; d += N * kWide)
+                add_bytes<Q, N>(w, rows, t, count, g, d, kWide, ahead);
+        for (; d < w.dim; d += kWide) add_bytes<Q, 1>(w, rows, t, count, g, d, w.dim - d, ahead);
     }
     if constexpr (Q > 1) add_in_turns<Q / 2>(w, rows, t, count, g, ahead);
 }

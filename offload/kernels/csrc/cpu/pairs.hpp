@@ -7,7 +7,8 @@ namespace {
 // As `dots`, over N vectors of pairs; the last has `some` elements.
 template <int Q, int N>
 OFFLOAD_APART void dots_of_pairs(const Work& w, const uint16_t* rows, int count,
-                                 const uint16_t* queries, int d, int some, V* sums, Ahead* ahead) {
+                                 const uint16_t* queries, int d, int some, V* sums, Ahead& ahead) {
+    const int64_t time = w.share(w.key_time, Q, N > 1 ? N * 2 * kLanes : some);
     const auto load = [&](const uint16_t* p, int i) {
         p += i * 2 * kLanes;
         return N > 1 ? Simd::load_pairs(p) : Simd::load_pairs(p, some);
@@ -20,7 +21,7 @@ OFFLOAD_APART void dots_of_pairs(const Work& w, const uint16_t* rows, int count,
 #pragma GCC unroll 1
     for (int r = 0; r < count; r++) {
         const uint16_t* const row = rows + int64_t(r) * w.dim + d;
-        if (ahead != nullptr) ahead->pass(w.key_time);
+        ahead.pass(time);
         V sum[Q];
 #pragma GCC unroll 8
         for (int g = 0; g < Q; g++) sum[g] = d == 0 ? V{} : sums[g * kRows + r];
@@ -50,15 +51,15 @@ struct Pairs : Floats<BF16> {
         score_keys<Pairs>(w, keys, columns, ahead);
     }
     template <int Q>
-    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead* ahead) {
+    static void dots_of(const Work& w, const T* rows, int count, int g, V* sums, Ahead& ahead) {
         const uint16_t* const queries = w.codes + int64_t(g) * w.wide_dim;
         constexpr int kStep = 2 * kLanes;
         int d = 0;
-        for (; d + 4 * kStep <= w.dim; d += 4 * kStep, ahead = nullptr)
+        for (; d + 4 * kStep <= w.dim; d += 4 * kStep)
             dots_of_pairs<Q, 4>(w, rows, count, queries, d, kStep, sums, ahead);
-        for (; d + 2 * kStep <= w.dim; d += 2 * kStep, ahead = nullptr)
+        for (; d + 2 * kStep <= w.dim; d += 2 * kStep)
             dots_of_pairs<Q, 2>(w, rows, count, queries, d, kStep, sums, ahead);
-        for (; d < w.dim; d += kStep, ahead = nullptr)
+        for (; d < w.dim; d += kStep)
             dots_of_pairs<Q, 1>(w, rows, count, queries, d, w.dim - d < kStep ? w.dim - d : kStep,
                                 sums, ahead);
     }

@@ -76,27 +76,6 @@ struct Simd {
         return (V)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)),
                                      _mm256_loadu_ps(high), 1);
     }
-    // Vectors i and 4 + i, below 4, have rows i, 4 + i and 8 + i, 12 + i, of eight; then each has a
-    // column of sixteen.
-    static void transpose_halves(V (&rows)[8]) {
-        V pairs[8];
-#pragma GCC unroll 4
-        for (int i = 0; i < 8; i += 2) {
-            pairs[i] = low(rows[i], rows[i + 1]);
-            pairs[i + 1] = high(rows[i], rows[i + 1]);
-        }
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            const V a[] = {low_two(pairs[j], pairs[2 + j]), high_two(pairs[j], pairs[2 + j])};
-            const V b[] = {low_two(pairs[4 + j], pairs[6 + j]),
-                           high_two(pairs[4 + j], pairs[6 + j])};
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                rows[2 * j + i] = (V)_mm512_shuffle_f32x4((__m512)a[i], (__m512)b[i], 0x88);
-                rows[4 + 2 * j + i] = (V)_mm512_shuffle_f32x4((__m512)a[i], (__m512)b[i], 0xdd);
-            }
-        }
-    }
     // Quarter j of vector i becomes quarter i of vector j.
     static void transpose_quarters(V (&v)[4]) {
         const __m512 even = _mm512_shuffle_f32x4((__m512)v[0], (__m512)v[1], 0x88);
@@ -167,6 +146,35 @@ struct Simd {
         const V power = (V)_mm512_scalef_ps((__m512)y, (__m512)n);
         return x < -100.0f ? V{} : power;
     }
+    // Vectors i and 4 + i, below 4, have rows i, 4 + i and 8 + i, 12 + i, of eight; then each has a
+    // column of sixteen.
+    static void transpose_halves(V (&rows)[8]) {
+        V pairs[8];
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            pairs[i] = low(rows[i], rows[i + 1]);
+            pairs[i + 1] = high(rows[i], rows[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const V a[] = {low_two(pairs[j], pairs[2 + j]), high_two(pairs[j], pairs[2 + j])};
+            const V b[] = {low_two(pairs[4 + j], pairs[6 + j]),
+                           high_two(pairs[4 + j], pairs[6 + j])};
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                rows[2 * j + i] = (V)_mm512_shuffle_f32x4((__m512)a[i], (__m512)b[i], 0x88);
+                rows[4 + 2 * j + i] = (V)_mm512_shuffle_f32x4((__m512)a[i], (__m512)b[i], 0xdd);
+            }
+        }
+    }
+    // Vector i has rows 2 i and 2 i + 1, of eight; then each has a column of sixteen.
+    static void transpose_pairs(V (&rows)[8]) {
+        transpose_halves(rows);
+        const I order = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++)
+            rows[i] = (V)_mm512_permutexvar_epi32((__m512i)order, (__m512i)rows[i]);
+    }
     static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register
     static float sum(V v) {
         const __m256 eight =
@@ -175,8 +183,8 @@ struct Simd {
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
     }
-    // p[i]: the sum of a[i]. Each step adds halves and leaves half as many vectors.
-    static void store_sums(const V* a, float* p) {
+    // Lane i: the sum of a[i]. Each step adds halves and leaves half as many vectors.
+    static V sums_of(const V* a) {
         V b[8], c[4];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++)
@@ -184,7 +192,10 @@ struct Simd {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             c[i] = low_two(b[2 * i], b[2 * i + 1]) + high_two(b[2 * i], b[2 * i + 1]);
-        const V sums = quarters(quarters(c[0], c[1]), quarters(c[2], c[3]));
+        return quarters(quarters(c[0], c[1]), quarters(c[2], c[3]));
+    }
+    static void store_sums(const V* a, float* p) {  // p[i]: the sum of a[i]
+        const V sums = sums_of(a);
         __builtin_memcpy(p, &sums, sizeof sums);
     }
 

@@ -29,6 +29,13 @@ struct Work {
     float* raw;          // sums as the products leave them: [blocks, kBlockRows, wide_dim]
     char* tiles;         // [16, kTileBytes]
 
+    // Of a row's time, what products of so many elements with so many queries take. Each passes its
+    // own, so that lines are asked for evenly: all at a row's first products they would wait for
+    // each other, and memory for the next row.
+    int64_t share(int64_t row_time, int queries, int elements) const {
+        return row_time * (queries * elements) / (int64_t(group) * dim);
+    }
+
     float* tops() const { return sums + int64_t(group) * padded_dim; }
     float* totals() const { return tops() + group; }
 
