@@ -85,6 +85,26 @@ class OffloadedModel(NotCopied, PreTrainedModel):
             return self
         refuse_move()
 
+    # The same by other names, which scripts call of habit.
+    def cuda(self, device: Any = None) -> Any:  # type: ignore[override]
+        number = isinstance(device, int)
+        return self.to("cuda" if device is None else f"cuda:{device}" if number else device)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+    def half(self, *args: Any) -> Any:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
+    def float(self, *args: Any) -> Any:
+        return self.to(torch.float32)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """As in the plain model; the fused engine learns how long the sequences may become."""
         prepare = super()._prepare_cache_for_generation  # type: ignore[misc]

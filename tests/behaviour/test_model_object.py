@@ -138,6 +138,7 @@ def test_moves(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     """Where it is already is no move; every other is refused and changes nothing."""
     assert model.to("cpu") is model and model.to(torch.float32) is model
     assert model.to(device="cpu", dtype=torch.float32) is model and model.eval() is model
+    assert model.cpu() is model and model.float() is model
     moves: list[Callable[[], Any]] = [
         lambda: model.to("meta"),
         lambda: model.to(torch.float16),
@@ -146,6 +147,8 @@ def test_moves(model: PreTrainedModel, plain: PreTrainedModel) -> None:
         model.double,
         model.bfloat16,
         lambda: model.cuda(0),
+        model.cuda,
+        lambda: model.cuda(torch.device("cuda:0")),
         lambda: model.to_empty(device="cpu"),
         lambda: model.model.to(torch.float16),
         lambda: model.model.layers[0].half(),
