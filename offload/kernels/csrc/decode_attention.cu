@@ -239,7 +239,9 @@ OFFLOAD_API int offload_decode_attention(const OffloadDecodeAttention* arguments
             static_cast<long long>(plan.workspace_bytes), static_cast<long long>(a.workspace_bytes),
             static_cast<const void*>(a.workspace));
     plan.params.sums = a.workspace;
-    if (plan.cluster > 0) return decode::launch_clusters(plan, stream, a.launch_early != 0);
+    if (plan.cluster > 0)
+        return launch_clusters("decode_attention", plan.kernel, plan.grid, plan.threads,
+                               plan.shared, plan.cluster, a.launch_early != 0, stream, plan.params);
     plan.params.stats =
         reinterpret_cast<float2*>(a.workspace + decode::slots_of(plan) * plan.params.padded_dim);
     return launch("decode_attention", plan.kernel, dim3(plan.grid), dim3(plan.threads), plan.shared,

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "cluster_launch.cuh"
 #include "decode_attention_kernels.cuh"
 #include "decode_attention_pieces.cuh"
 
@@ -80,10 +81,7 @@ inline int clusters_at_once(const Plan& plan, const Device& device, int* cluster
             *clusters *= device.multiprocessors;
         } else {
             cudaLaunchConfig_t config = {};
-            cudaLaunchAttribute attribute = {};
-            attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim.x = plan.cluster;
-            attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+            cudaLaunchAttribute attribute = cluster_attribute(plan.cluster);
             config.gridDim = dim3(plan.cluster);
             config.blockDim = dim3(plan.threads);
             config.dynamicSmemBytes = plan.shared;
@@ -226,28 +224,6 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     plan->grid = static_cast<int>(max(min(most, useful), pieces) * shape.cluster);
     plan->workspace_bytes = static_cast<int64_t>(plan->grid) * k.slot(shape.cluster) * 4;
     return 0;
-}
-
-inline int launch_clusters(const Plan& plan, void* stream, bool early) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(plan.grid);
-    config.blockDim = dim3(plan.threads);
-    config.dynamicSmemBytes = plan.shared;
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attributes[2] = {};
-    config.attrs = attributes;
-    if (early && current_device().major >= 9) {
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        config.numAttrs = 1;
-    }
-    if (plan.cluster > 1) {
-        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = plan.cluster;
-        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    }
-    return cuda_status("decode_attention", cudaLaunchKernelEx(&config, plan.kernel, plan.params));
 }
 
 }  // namespace decode
