@@ -214,6 +214,9 @@ T __shfl_up_sync(unsigned, T x, int by) {
 inline int __shfl_xor_sync(unsigned, int x, int mask) {
     return host_cuda::shuffle(x, host_cuda::current % 32 ^ mask);
 }
+inline int64_t __shfl_xor_sync(unsigned, int64_t x, int mask) {
+    return host_cuda::shuffle(x, host_cuda::current % 32 ^ mask);
+}
 inline bool __any_sync(unsigned, bool x) {
     host_cuda::Words words = {};
     words.at[0] = x;
@@ -229,6 +232,19 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     unsigned ballot = 0;
     for (int i = 0; i < 32; ++i) ballot |= static_cast<unsigned>(table[i].at[0]) << i;
     return ballot;
+}
+template <typename Combine>
+int reduce(int x, Combine combine) {
+    const host_cuda::Words* table = host_cuda::trade({{static_cast<uint32_t>(x)}});
+    int all = static_cast<int>(table[0].at[0]);
+    for (int i = 1; i < 32; ++i) all = combine(all, static_cast<int>(table[i].at[0]));
+    return all;
+}
+inline int __reduce_add_sync(unsigned, int x) {
+    return reduce(x, [](int a, int b) { return a + b; });
+}
+inline int __reduce_max_sync(unsigned, int x) {
+    return reduce(x, [](int a, int b) { return max(a, b); });
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
