@@ -399,8 +399,12 @@ RAGGED: list[tuple[tuple[int, int, int, int, int], int, int]] = [
     ((16, 16, 16, 80, 4388), clusters(1, 4, 2), 792),
     ((8, 32, 32, 128, 4635), clusters(1, 4, 2), 792),
     ((32, 32, 8, 128, 8484), clusters(1, 4, 2), 792),
-    ((32, 64, 8, 128, 8484), clusters(1, 4, 2), 396),
-    ((32, 32, 8, 64, 8484), clusters(1, 4, 2), 528),
+    ((32, 64, 8, 128, 8484), clusters(1, 4, 2), 792),
+    ((32, 32, 8, 64, 8484), clusters(1, 4, 3), 528),
+    ((64, 32, 8, 64, 4200), clusters(1, 4, 3), 768),
+    ((16, 64, 8, 128, 4220), clusters(1, 4, 2), 396),
+    ((6, 32, 8, 128, 9000), clusters(1, 4, 2), 396),
+    ((32, 71, 1, 64, 8192), clusters(2, 4, 2), 0),
     ((20, 16, 8, 256, 6585), clusters(1, 4, 2), 264),
     ((32, 32, 32, 80, 4242), clusters(2, 4, 2), 0),
     ((32, 32, 32, 128, 2121), clusters(2, 4, 2), 0),
@@ -453,9 +457,10 @@ def test_ragged_rows(head_dim: int, group: int, seen: str) -> None:
 
 @pytest.mark.parametrize("count", [33, 64])
 def test_ragged_rows_of_more_than_a_warp(count: int) -> None:
-    """Two sequences a lane: long ones are cut wherever they stand, also the last of all."""
+    """Two sequences a lane: cut ones, and whole ones of all lengths, wherever they stand."""
     rows = [(n * 7919) % 97 for n in range(count)]
     rows[1], rows[31], rows[32], rows[-1] = 1900, 700, 800, 1500
+    rows[0], rows[2], rows[30], rows[-3] = 400, 200, 180, 500
     a = make("host", lengths=rows, capacity=1900, kv_heads=1, head_dim=64, group=2)
     call = attention_machine.run({**a, "out": torch.empty_like(a["query"])}, "host", MANY)
     assert call.arguments.workspace_bytes > count * bytes_of_a_part(a), "nothing is cut"

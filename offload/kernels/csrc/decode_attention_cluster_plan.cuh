@@ -37,11 +37,11 @@ constexpr int kNoClusters = 1;  // of OffloadDecodeAttention::variant
 constexpr int kLeastStrips = 8;
 constexpr int kFewStrips = 4, kManyStrips = 16;  // of a warp, where a CTA has four
 constexpr int kLongStrips = 48;                  // of a multiprocessor
+constexpr int kCrowdedStrips = 144;              // of a multiprocessor, if all rows were longest
 constexpr int kMergedAtOnce = 8;                 // clusters of an item
 constexpr int kManyParts = 4;                    // CTAs of an item
 constexpr int kManyTurns = 12;                   // items of a multiprocessor
 constexpr int64_t kBytesUnderWay = 128 << 10;    // of a multiprocessor, at least
-constexpr int kFewQueries = 4;                   // of an item: little to merge
 constexpr int kMostFewRows = 32;                 // sequences of few items: more were not measured
 
 // How many clusters run at once; 0 where one does not fit. Worked out once a kernel, device and
@@ -147,14 +147,22 @@ inline int room_for(const ClusterShape& shape, const ClusterKernel& k) {
 // items.
 inline bool cuts_enough(int64_t clusters, int64_t items) { return clusters * 2 >= items * 3; }
 
-// For more items than multiprocessors, where rows may be of very different lengths, as measured
-// (on an H200): CTAs among which long rows are cut, in two rounds, so that whichever ends early has
-// more to do; where these would be too few to cut much, two CTAs an item. Cluster 0: shares are
-// quicker, or it was not measured.
-inline ClusterShape shape_of_ragged(int64_t items, int head_dim, int queries,
+// Whether few items are so many, and so long, that a CTA a multiprocessor cuts too little of them.
+inline bool crowded(int64_t items, int strips, int queries, const Device& device) {
+    return queries <= 8 && items * 3 > device.multiprocessors &&
+           items * strips >= static_cast<int64_t>(device.multiprocessors) * kCrowdedStrips;
+}
+
+// For items that fill the GPU, where rows may be of very different lengths, as measured (on an
+// H200): CTAs among which long rows are cut, in two rounds, so that whichever ends early has more
+// to do, or in one where that makes two of every item; where these would be too few to cut much,
+// two CTAs an item, as where items share what they read. Cluster 0: shares are quicker, or it was
+// not measured.
+inline ClusterShape shape_of_ragged(int64_t items, int head_dim, const Params& p,
                                     const ClusterKernel& k, const Device& device) {
-    if (queries > 8) return {0, 0, 0};
-    const ClusterShape cut = {1, 4, 2};
+    if (p.head_tiles > 1 && head_dim <= 64) return {2, 4, 2};
+    if (p.tile_heads > 8) return {0, 0, 0};
+    const ClusterShape cut = {1, 4, head_dim > 64 ? 2 : 3};
     const int a_round =
         device.multiprocessors * (device.shared_per_block / (cut.warps * k.ring_bytes(cut.stages)));
     if (cuts_enough(min(2 * a_round, room_for(cut, k)), items)) return cut;
@@ -175,15 +183,15 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     share_heads(plan, k.heads);
     const int64_t pieces = static_cast<int64_t>(a.batch) * a.kv_heads * p.head_tiles;
     const bool many = pieces > device.multiprocessors;
-    const bool ragged = many && !a.even;
+    const bool ragged = !a.even && (many || crowded(pieces, strips, p.tile_heads, device));
     if (!chosen) {
         // Enough items of even lengths fill the GPU by themselves. Others are cut, which takes few
-        // rows; elsewhere shares of a line of all columns fill it evenly. Large groups are read
-        // once for all of their queries, unless L2 has what is read.
-        if (device.major < 9 || (!many && a.batch > kMostFewRows)) return 0;
+        // rows; elsewhere shares of a line of all columns fill it evenly. Large groups of large
+        // heads are read once for all of their queries, unless L2 has what is read.
+        if (device.major < 9 || (!many && !ragged && a.batch > kMostFewRows)) return 0;
         if (ragged && a.batch > kMostClusterRows) return 0;
-        if (p.head_tiles > 1 && !in_l2) return 0;
-        shape = ragged ? shape_of_ragged(pieces, a.head_dim, p.tile_heads, k, device)
+        if (p.head_tiles > 1 && a.head_dim > 64 && !in_l2) return 0;
+        shape = ragged ? shape_of_ragged(pieces, a.head_dim, p, k, device)
                 : many ? shape_of_many(pieces, strips, k.strip_bytes(), device)
                        : cluster_shape(pieces, strips, a.head_dim, p.tile_heads, device);
         if (shape.cluster == 0) return 0;
@@ -215,9 +223,7 @@ inline int plan_clusters(const OffloadDecodeAttention& a, const Device& device, 
     const bool counted = chosen && a.splits > 0;
     p.least_strips = warps * (counted ? 1 : kLeastStrips);
     const int parts = divided(strips, p.least_strips);
-    // A second round of parts, unless these have much to merge and one cuts enough.
-    const bool again =
-        !chosen && ragged && (p.tile_heads <= kFewQueries || !cuts_enough(at_once, pieces));
+    const bool again = !chosen && ragged && at_once < 2 * pieces;
     const int wanted = counted ? a.splits : again ? 2 * at_once : at_once;
     const int64_t most = min(wanted, room_for(shape, k));
     const int64_t useful = a.batch > kMostClusterRows ? pieces : pieces * parts;
