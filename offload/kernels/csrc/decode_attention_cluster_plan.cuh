@@ -1,5 +1,7 @@
 // Which launches decode_attention_clusters.cuh serves, and in which shape.
 #pragma once
+#include <limits.h>
+
 #include <map>
 #include <mutex>
 #include <tuple>

@@ -10,7 +10,7 @@
 // Four warps serve 8 * kQueries queries; larger groups have up to kMostTeams such teams in one CTA,
 // which share its tiles of K and V. Head sizes are padded with zeros to kDim.
 #pragma once
-#include "decode_attention.cuh"
+#include "decode_attention_tiles.cuh"
 
 namespace offload {
 namespace decode {

@@ -1,7 +1,7 @@
 // Which columns a cluster has: found by every warp from the lengths in device memory, so that a
 // captured launch follows them.
 #pragma once
-#include "decode_attention.cuh"
+#include "decode_attention_params.cuh"
 
 namespace offload {
 namespace decode {

@@ -5,7 +5,7 @@
 // its queries; for the output a thread has four elements of all queries and every so-manyth column,
 // and the threads' sums are added at the item's end, in a fixed order.
 #pragma once
-#include "decode_attention.cuh"
+#include "decode_attention_tiles.cuh"
 
 namespace offload {
 namespace decode {
