@@ -14,9 +14,9 @@ from offload.models.specs.spec import ModelSpec
 
 # Without a plan, a step to whose sequences CPU cores attend has two micro-batches if the cores read
 # in a layer at least this share of the bytes of its whole weights (they read memory at a fiftieth
-# of a GPU's rate, or less), and so many bytes (some 0.4 ms: what a second micro-batch costs the
-# host in launches, and its rows on the way there and back).
-CPU_SHARE, CPU_BYTES = 1 / 16, 32 << 20
+# of a GPU's rate, or less), and so many bytes (some 0.8 ms, as the host takes half a millisecond to
+# issue a layer for both). On the safe side: steps that read less were not measured.
+CPU_SHARE, CPU_BYTES = 1 / 16, 64 << 20
 
 
 class MicroBatch:
