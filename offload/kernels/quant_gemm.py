@@ -38,7 +38,7 @@ class QuantGemm(Call):
     `panels`, a scale a row or a group, with or without zero points, scales of the input's dtype.
     It is never written down; its codes are multiplied, and the sums of a group scaled in float32.
     On a CPU, and on a GPU of compute capability 9.0 from 17 rows on (from 9 on for some weights of
-    96 MB and more), its elements are rounded as `Dequantize` rounds them instead. input: [...,
+    8 MB and more), its elements are rounded as `Dequantize` rounds them instead. input: [...,
     depth] of float16 or bfloat16 at a multiple of 16 bytes, rows likewise; weight: [outputs,
     depth], or [2 * outputs, depth] where `gated`, gate rows first, `outputs` a multiple of 16; bias
     as long as the weight has rows. out, residual: [..., outputs]; `out` may be `residual` itself.

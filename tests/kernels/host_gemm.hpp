@@ -82,10 +82,26 @@ namespace offload {
 inline void cluster_arrive() { host_cuda::arrive_at_cluster(); }
 inline void cluster_wait() { host_cuda::wait_for_cluster(); }
 
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+
 inline void store_to_block(float* mine, int rank, float x) {
     const auto at = reinterpret_cast<unsigned char*>(mine) - host_cuda::shared_memory;
     host_cuda::require(at >= 0 && at + 4 <= host_cuda::shared_bytes, "a store out of place");
     memcpy(host_cuda::cluster_memory + rank * host_cuda::kSharedOfBlock + at, &x, sizeof x);
+}
+
+inline uint32_t address_in_block(const void* mine, int rank) {
+    const auto at = static_cast<const unsigned char*>(mine) - host_cuda::shared_memory;
+    host_cuda::require(at >= 0 && rank < static_cast<int>(host_cuda::threads.size() / blockDim.x),
+                       "an address out of place");
+    return static_cast<uint32_t>(rank * host_cuda::kSharedOfBlock + at);
+}
+
+inline void store_to_cluster(uint32_t there, float4 x) {
+    host_cuda::require(
+        there % 16 == 0 && there % host_cuda::kSharedOfBlock + 16 <= host_cuda::shared_bytes,
+        "a store out of place");
+    memcpy(host_cuda::cluster_memory + there, &x, sizeof x);
 }
 
 template <typename T>

@@ -38,6 +38,9 @@ void multiply_tile(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
                 }
 }
 
+inline uint32_t low_twice(uint32_t x) { return (x & 0xffffu) * 0x10001u; }
+inline uint32_t high_twice(uint32_t x) { return (x >> 16) * 0x10001u; }
+
 template <typename T>
 uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c, T type) {
     uint16_t halves[2];

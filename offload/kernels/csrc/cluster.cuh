@@ -18,12 +18,31 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Where nothing was written that others read: it only says how far this thread is.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
 // Writes x where block `rank` of the cluster has what lies at `mine` here.
 __device__ __forceinline__ void store_to_block(float* mine, int rank, float x) {
     const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
+}
+
+// Where block `rank` of the cluster has what lies at `mine` here, for store_to_cluster.
+__device__ __forceinline__ uint32_t address_in_block(const void* mine, int rank) {
+    const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void store_to_cluster(uint32_t there, float4 x) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(x.x),
+                 "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
 }
 
 // What block `rank` of the cluster has where `mine` lies here.

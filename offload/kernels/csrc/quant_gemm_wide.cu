@@ -24,33 +24,38 @@ constexpr int kMostClusterBits = 3;
 
 using WideKernel = void (*)(OffloadQuantGemm, WidePlan);
 
+// How long a call takes, in us, as measured on an H200: its ends, by log2 of the blocks of a
+// cluster, which wait for each other; and 128 of the depth. Both have a part for each 64 outputs of
+// a block.
+struct WideTimes {
+    double ends[kMostClusterBits + 1], ends_each, of_128, of_128_each;
+};
+constexpr WideTimes kTo16Rows = {{0., 0.6, 2.2, 3.1}, 0.38, 0.26, 0.103};
+constexpr WideTimes kTo32Rows = {{0., 0.3, 2.3, 2.8}, 0.46, 0.43, 0.132};
+constexpr WideTimes kTo64Rows = {{0., 1.6, 2.8, 4.2}, 0.64, 0.40, 0.169};
+
 struct WideForm {
     WideKernel kernel;
+    WideTimes times;
     int bundles, threads, chunk_depth, shared;  // bundles that a block has room for
-    // The time of 128 of the depth, and what each further 64 outputs add up to `most`; measured on
-    // an H200, in us.
-    double base, each;
-    int most;
 };
 
 template <typename T, int kBits, bool kZeros, typename Shape>
-WideForm form_of(double base, double each, int most) {
+WideForm form_of(const WideTimes& times) {
     return {wide_gemm_kernel<T, kBits, kZeros, Shape>,
+            times,
             Shape::kSlots / 2,
             Shape::kThreads,
             Shape::kChunkDepth,
-            Shape::kShared,
-            base,
-            each,
-            most};
+            Shape::kShared};
 }
 
 // The quickest that were measured.
 template <typename T, int kBits, int kHalves, bool kZeros>
 WideForm form_of(int rows) {
     if (rows <= 32)
-        return form_of<T, kBits, kZeros, WideShape<kBits, kHalves, 4, 2, 16, 2, 5> >(0.3, 0.26, 4);
-    return form_of<T, kBits, kZeros, WideShape<kBits, kHalves, 8, 4, 8, 2, 4> >(1.2, 0.14, 8);
+        return form_of<T, kBits, kZeros, WideShape<kBits, kHalves, 4, 2, 16, 2, 5> >(kTo32Rows);
+    return form_of<T, kBits, kZeros, WideShape<kBits, kHalves, 8, 4, 8, 2, 4> >(kTo64Rows);
 }
 
 template <typename T, bool kZeros>
@@ -61,7 +66,7 @@ WideForm form_of(const OffloadQuantGemm& a) {
 
 WideForm form_of(const OffloadQuantGemm& a) {
     if (a.rows <= kFewRows)
-        return form_of<__nv_bfloat16, 4, false, WideShape<4, 1, 2, 2, 16, 4, 3> >(0.15, 0.235, 4);
+        return form_of<__nv_bfloat16, 4, false, WideShape<4, 1, 2, 2, 16, 4, 3> >(kTo16Rows);
     if (a.dtype == OFFLOAD_F16)
         return a.zero ? form_of<__half, true>(a) : form_of<__half, false>(a);
     return a.zero ? form_of<__nv_bfloat16, true>(a) : form_of<__nv_bfloat16, false>(a);
@@ -76,9 +81,11 @@ struct WideCall {
 int ceil_div(int a, int b) { return (a - 1) / b + 1; }
 
 // Shares out the work among clusters of which `at_once` run at once.
-void lay_out(const OffloadQuantGemm& a, int cluster, int at_once, WideCall& call) {
+void lay_out(const OffloadQuantGemm& a, int cluster_bits, int at_once, WideCall& call) {
     WidePlan& p = call.plan;
+    const int cluster = 1 << cluster_bits;
     p.cluster = cluster;
+    p.cluster_bits = cluster_bits;
     p.chunks = a.depth / call.form.chunk_depth;
     p.block_chunks = p.chunks / cluster;
     p.longer_blocks = p.chunks % cluster;
@@ -95,14 +102,12 @@ void lay_out(const OffloadQuantGemm& a, int cluster, int at_once, WideCall& call
     call.blocks = clusters * cluster;
 }
 
-// How long it should take, in us: beside the depth, blocks begin and end, and those of a cluster
-// wait for each other.
 double time_of(const OffloadQuantGemm& a, const WideCall& call, int cluster_bits) {
-    constexpr double kEnds[] = {2., 4.5, 5.7, 11.5};
     const WidePlan& p = call.plan;
-    const int outputs = ceil_div(p.bundles + (p.longer_clusters > 0), 2);
-    const double of_128 = call.form.base + call.form.each * std::min(outputs, call.form.most);
-    return call.waves * (kEnds[cluster_bits] + a.depth / 128. / p.cluster * of_128);
+    const WideTimes& t = call.form.times;
+    const int each = ceil_div(p.bundles + (p.longer_clusters > 0), 2);
+    return call.waves * (t.ends[cluster_bits] + t.ends_each * each +
+                         a.depth / 128. / p.cluster * (t.of_128 + t.of_128_each * each));
 }
 
 }  // namespace
@@ -126,7 +131,7 @@ int wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, void* strea
                                         tried.form.shared, device, cluster, &at_once))
             return status;
         if (at_once == 0 || a.depth / tried.form.chunk_depth < cluster) continue;
-        lay_out(a, cluster, at_once, tried);
+        lay_out(a, bits, at_once, tried);
         const double time = time_of(a, tried, bits);
         if (bits > 0 && time >= best) continue;
         best = time;

@@ -28,6 +28,24 @@ __device__ __forceinline__ void multiply_tile(float (&c)[4], uint32_t a0, uint32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The element in the low half of a word, or in its high half, in both: multiply_add_pair can take
+// it from there, without an instruction.
+__device__ __forceinline__ uint32_t low_twice(uint32_t x) {
+    uint32_t y;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}"
+        : "=r"(y)
+        : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ uint32_t high_twice(uint32_t x) {
+    uint32_t y;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}"
+        : "=r"(y)
+        : "r"(x));
+    return y;
+}
+
 // a * b + c of two elements each, rounded once.
 __device__ __forceinline__ uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c,
                                                       __nv_bfloat16) {
