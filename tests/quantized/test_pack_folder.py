@@ -256,6 +256,20 @@ def test_what_is_killed_at_its_very_beginning_or_end_is_in_nobodys_way(
     assert not partial.exists()
 
 
+def test_another_process_is_done_before_the_lock_is_asked_for(
+    source: Source, tmp_path: Path, monkeypatch: Any
+) -> None:
+    out, ready = tmp_path / "out", write.check_folder
+
+    def done_meanwhile(folder: Path) -> None:
+        ready(folder)
+        folder.rename(out)
+
+    monkeypatch.setattr(write, "check_folder", done_meanwhile)
+    with pytest.raises(FileExistsError, match="out is there already; remove it"):
+        folders.pack(source("llama"), out, "int4")
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again(source: Source, tmp_path: Path) -> None:
     out = folders.pack(source("llama"), tmp_path / "out", "int4")
     with pytest.raises(UnsupportedError, match=r"quantised .*compressed-tensors"):

@@ -107,8 +107,7 @@ def write_quantised(
     shards = _shards([_Entry.of(weight) for weight in choice.weights])
     partial = out.with_name(out.name + ".partial")
     _refuse_foreign(partial)
-    check_folder(partial)
-    with lock(partial, _LOCK):
+    with _locked(partial, out):
         if os.path.lexists(out):  # another process wrote it while this one waited
             # Its folder became `out`, and the lock that was waited for went with it.
             with contextlib.suppress(FileNotFoundError):
@@ -142,6 +141,20 @@ def write_quantised(
 def _refuse_existing(out: Path) -> None:
     if os.path.lexists(out):
         raise FileExistsError(f"{out} is there already; remove it, or name another folder")
+
+
+@contextlib.contextmanager
+def _locked(partial: Path, out: Path) -> Iterator[None]:
+    """Holds the folder, made where it is missing, against other processes."""
+    with contextlib.ExitStack() as held:
+        while True:
+            check_folder(partial)
+            try:
+                held.enter_context(lock(partial, _LOCK))
+                break
+            except FileNotFoundError:  # another process was done just now
+                _refuse_existing(out)
+        yield
 
 
 def _refuse_foreign(partial: Path) -> None:
