@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -43,8 +44,11 @@ def memory_budget(config: OffloadConfig) -> Budget:
 
 
 def _warn_overridden(key: int | str, asked: int, found: int) -> None:
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("offload."):
+        level, frame = level + 1, frame.f_back  # to the line that is not ours
     warnings.warn(
         f"max_memory[{key!r}] = {format_size(asked)} is more than the {format_size(found)} found "
         f"free; taking your word for it",
-        stacklevel=5,
+        stacklevel=level,
     )

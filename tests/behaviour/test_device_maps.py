@@ -104,9 +104,10 @@ def test_bad_max_memory(variant_folder: Folder, max_memory: Any, words: str) -> 
 
 
 def test_more_than_is_there(variant_folder: Folder) -> None:
-    """A user's word counts, with a warning that says the numbers."""
-    with pytest.warns(UserWarning, match=r"max_memory\['cpu'\].*more than"):
+    """A user's word counts, with a warning that says the numbers and points at the user's line."""
+    with pytest.warns(UserWarning, match=r"max_memory\['cpu'\].*more than") as told:
         tiers(variant_folder("llama"), device_map="cpu", max_memory={"cpu": "100TB"})
+    assert [w.filename for w in told if "max_memory" in str(w.message)] == [__file__]
 
 
 @pytest.mark.compat
