@@ -11,7 +11,7 @@ from offload.scheduler.cost import Rates, predict_busy, predict_pass
 from offload.scheduler.engine import CpuAttention
 from offload.scheduler.plan import Plan, Tier
 from offload.scheduler.planner import Planned
-from offload.sizes import format_size
+from offload.sizes import format_count, format_size
 from offload.trace import Picture
 
 _TIER_TEXT = {
@@ -61,7 +61,8 @@ class Report:
         median, predicted = self.median_seconds, self.predicted_seconds
         if median is None:
             return "achieved: no pass so far"
-        text = f"achieved: {self.passes} passes, median {median * 1e3:.1f} ms"
+        passes = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        text = f"achieved: {passes}, median {median * 1e3:.1f} ms"
         if predicted is None:
             return text
         return (
@@ -158,8 +159,9 @@ class Report:
         )
         if plan.slots:
             lines.append(
-                f"  {plan.slots} slots of {format_size(plan.slot_bytes)}, {plan.depth} loads "
-                f"ahead; {format_size(plan.ring_bytes)} for disk reads; "
+                f"  {format_count(plan.slots, 'slot')} of {format_size(plan.slot_bytes)}, "
+                f"{format_count(plan.depth, 'load')} ahead; "
+                f"{format_size(plan.ring_bytes)} for disk reads; "
                 f"{format_size(plan.reserve_bytes)} kept free for activations and KV cache"
             )
         lines.append(
@@ -178,7 +180,7 @@ class Report:
                 for name, share in self.busy_shares.items()
             ]
         lines += [
-            f"  {count} calls ran on transformers' modules: {reason}"
+            f"  {format_count(count, 'call')} ran on transformers' modules: {reason}"
             for reason, count in self.unserved.items()
         ]
         lines += [f"  note: {note}" for note in self.notes]
@@ -199,14 +201,19 @@ class Report:
             + (", which come up for attention" if how.attention is CpuAttention.GPU else "")
             + f"; limit: {found.limit}",
             f"predicted: prefill {found.prefill_seconds:.3g} s, a decode step "
-            f"{decode.seconds * 1e3:.4g} ms, {found.decode_rate:.4g} tokens/s",
+            f"{_duration(decode.seconds)}, {found.decode_rate:.4g} tokens/s",
             "predicted to work in a decode step: "
-            + ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in busy),
+            + ", ".join(f"{name} {_duration(seconds)}" for name, seconds in busy),
         ]
         if self.median_seconds is not None and job.gen > 2:  # most passes are decode steps then
             share = self.median_seconds / decode.seconds - 1
             lines.append(
-                f"a decode step: predicted {decode.seconds * 1e3:.4g} ms, the median pass took "
-                f"{self.median_seconds * 1e3:.4g} ms ({share:+.1%})"
+                f"a decode step of batch {how.batch}: predicted {_duration(decode.seconds)}, the "
+                f"median pass, of whatever batch, took {_duration(self.median_seconds)} "
+                f"({share:+.1%})"
             )
         return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

@@ -1,4 +1,4 @@
-"""Byte counts as people read them."""
+"""Byte counts, and numbers of things, as people read them."""
 
 
 def format_size(n: int) -> str:
@@ -7,3 +7,8 @@ def format_size(n: int) -> str:
         if n >= size:
             return f"{n / size:.4g} {unit}"
     return f"{n} B"
+
+
+def format_count(n: int, noun: str) -> str:
+    """`n` with its noun, which takes an s for all but one."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -214,7 +214,7 @@ def _folder(offload_folder: str | None) -> dict[str, Any]:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from offload.sizes import format_size
+    from offload.sizes import format_count, format_size
 
     memory, folder, io = found["memory"], found["offload_folder"], found["io"]
     packages = ", ".join(f"{n} {v or '(not installed)'}" for n, v in found["packages"].items())
@@ -246,8 +246,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
     kernels = found["kernels"]
     lines.append(f"kernels: {'in use' if kernels['in_use'] else 'none; ' + kernels['reason']}")
     host = found["host_kernels"]
-    cores = f"{host['paths'][-1]}, {len(host['cpus'])} threads" if host["in_use"] else ""
-    lines.append(f"kernels on CPU cores: {cores or 'none; ' + host['reason']}")
+    threads = format_count(len(host["cpus"]), "thread")
+    cores = f"{host['paths'][-1]}, {threads}" if host["in_use"] else f"none; {host['reason']}"
+    lines.append(f"kernels on CPU cores: {cores}")
     for part, reason in found["built"].items():
         lines.append(f"compiled part {part}: {'built' if reason is None else f'no; {reason}'}")
     if not found["built"]:
