@@ -161,6 +161,12 @@ def _budget(limits: dict[int | str, int], hardware: Hardware) -> Budget:
     others = [place for place in limits if place not in (0, "cpu")]
     if others:
         raise ValueError(f"--max-memory names {others[0]!r}; a plan is for one GPU, 0, and 'cpu'")
+    if hardware.machine.gpu is None and 0 not in limits:
+        raise ValueError(
+            "these rates are of a machine without a GPU, and a plan is for one: pass with "
+            "--hardware those of the machine that is to run the model (there: offload info "
+            "--measure --json > rates.json)"
+        )
     return Budget(
         device=limits.get(0, int(hardware.machine.gpu_memory * DEVICE_SHARE)),
         cpu=limits.get("cpu", int(hardware.machine.host_memory * HOST_SHARE)),

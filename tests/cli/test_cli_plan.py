@@ -128,6 +128,11 @@ def test_bad_rates_are_one_line(program: Any, tmp_path: Path, rates: Path) -> No
     (tmp_path / "x.json").write_text("9" * 5000)
     assert "x.json holds no JSON" in program("plan", "tiny", "--hardware", tmp_path / "x.json").err
     kept = json.loads(rates.read_text())["hardware"]
+    kept["machine"] |= {"gpu": None, "gpu_memory": 0, "gpus": 0}
+    (tmp_path / "x.json").write_text(json.dumps({"hardware": kept}))
+    done = program("plan", "tiny", "--hardware", tmp_path / "x.json")
+    assert done.code == 2 and "rates are of a machine without a GPU" in done.err
+    kept = json.loads(rates.read_text())["hardware"]
     del kept["rates"]["hbm"]
     (tmp_path / "x.json").write_text(json.dumps({**kept, "absent": {"hbm": "it was busy"}}))
     done = program("plan", "tiny", "--hardware", tmp_path / "x.json")
