@@ -99,7 +99,7 @@ def test_plans_beside_what_they_become(program: Any) -> None:
     ((chosen, best),) = found["choices"].values()
     assert best == max(row["rate"][1] for row in found["rows"]) >= chosen
     wrong = program("bench", "plan", "--device", "cpu", "--case", "huge")
-    assert wrong.code == 2 and "--case 'huge': there are tiny" in wrong.err
+    assert wrong.code == 2 and "--case: none has 'huge' in its name; there are tiny" in wrong.err
 
 
 def test_accelerate_runs_the_same_weights(program: Any) -> None:

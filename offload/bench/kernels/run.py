@@ -134,6 +134,8 @@ def run_kernels(wanted: Wanted, say: Callable[[str], None] = lambda line: None) 
         raise ValueError(f"no case has {asked} in the name of its shape")
     if wanted.device.type == "cuda":
         result.notes.append(str(choices.table(wanted.device.index or 0)))
+    else:
+        result.notes.append("on a CPU every kernel is its reference: no figure is a kernel's")
     return result
 
 

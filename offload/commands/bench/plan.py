@@ -55,7 +55,8 @@ def execute(args: argparse.Namespace) -> int:
     cases = [case for case in known if all(text in case.name for text in args.case)]
     if not cases:
         names = "; ".join(case.name for case in known)
-        raise ValueError(f"--case {args.case[0]!r}: there are {names}")
+        asked = " and ".join(map(repr, args.case))
+        raise ValueError(f"--case: none has {asked} in its name; there are {names}")
     if args.layers is not None:
         cases = [replace(case, layers=args.layers) for case in cases]
     if args.measure:
