@@ -80,6 +80,7 @@ def damage(folder: Path) -> str | None:
 
 def make(folder: Path) -> None:
     """Fetch and convert in a temporary folder beside `folder`, then move the result into place."""
+    check_packages()
     start = time.monotonic()
     for left_over in folder.parent.glob(f".{NAME}-*"):  # of runs that were killed; we hold the lock
         shutil.rmtree(left_over)
@@ -127,14 +128,18 @@ def fetch(into: Path) -> Path:
     return gguf
 
 
-def convert(gguf: Path, into: Path) -> None:
-    """Write weights, configuration, tokenizer and chat template the way transformers saves them."""
+def check_packages() -> None:
+    """Refuse before 93 MB are fetched that could not be read."""
     missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoModelError(
             f"transformers reads a GGUF file with {' and '.join(missing)}, which {sys.executable} "
-            "lacks: pip install 'offload[demo]'"
+            f"lacks: pip install {' '.join(missing)}"
         )
+
+
+def convert(gguf: Path, into: Path) -> None:
+    """Write weights, configuration, tokenizer and chat template the way transformers saves them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
