@@ -1,6 +1,6 @@
-"""Answer a prompt with a model that need not fit in memory.
+"""Continue a prompt with a model that need not fit in memory.
 
-python examples/generate.py MODEL "What is the capital of France?" --device-map nvme
+python examples/generate.py MODEL "The capital of France is" --device-map nvme
 """
 
 import argparse
