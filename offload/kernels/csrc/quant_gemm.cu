@@ -19,6 +19,7 @@ using QuantKernel = void (*)(OffloadQuantGemm, QuantPlan);
 struct QuantForm {
     QuantKernel kernel;
     int tiles, warps, chunk_depth;
+    int starts;        // bytes of what sums of a chunk's products start from
     int rings;         // bytes of all warps' rings with their barriers
     int (*sums)(int);  // bytes of a warp and bundle's sums of so many rows
 };
@@ -29,6 +30,7 @@ QuantForm form_of() {
             Shape::kTiles,
             Shape::kWarps,
             Shape::kChunkDepth,
+            Shape::kSummedUp ? Shape::kHalves * Shape::kColumns * 64 : 0,
             Shape::kWarps * (Shape::kRingBytes + Shape::kStages * 8),
             QuantSums<Shape>::bytes};
 }
@@ -125,13 +127,15 @@ bool lay_out(const OffloadQuantGemm& a, const Device& device, int cluster, int c
     const int64_t most_bundles = p.bundles + (p.longer_clusters > 0);
     const int64_t barrier_at = pitch * a.rows;
     const int64_t warps_at = barrier_at + 8;
-    const int64_t rings_at = aligned(warps_at + most_bundles * 4);
+    const int64_t starts_at = aligned(warps_at + most_bundles * 4);
+    const int64_t rings_at = aligned(starts_at + form.starts * most_chunks);
     const int64_t sums_at = aligned(rings_at + form.rings);
     const int64_t shared = sums_at + (form.warps + most_bundles - 1) * form.sums(a.rows);
     if (shared > device.shared_per_block) return false;
     p.input_pitch = static_cast<int>(pitch);
     p.barrier_at = static_cast<int>(barrier_at);
     p.warps_at = static_cast<int>(warps_at);
+    p.starts_at = static_cast<int>(starts_at);
     p.rings_at = static_cast<int>(rings_at);
     p.sums_at = static_cast<int>(sums_at);
     call.shared = static_cast<int>(shared);

@@ -12,13 +12,15 @@
 // place of its own in shared memory; at the end the places of each bundle are added in order,
 // across the blocks of a cluster too: results repeat bit for bit.
 //
-// The activations lie in shared memory as they come, read by all warps. What the codes' offset or
-// zero points take away, times the sums of activations, is a product of the tensor cores too: no
-// pass over the activations stands between their coming and the first product. With programmatic
-// dependent launch the first pieces are under way before the kernel waits for the one before it.
+// The activations lie in shared memory, read by all warps. What the codes' offset or zero points
+// take away, times the sums of activations, is a product of the tensor cores too: of up to 8 rows
+// in the loop, so that no pass over the activations stands between their coming and the first
+// product. With programmatic dependent launch the first pieces are under way before the kernel
+// waits for the one before it; the others are asked for behind the activations.
 #pragma once
 #include "async_copy.cuh"
 #include "quant_codes.cuh"
+#include "quant_gemm_inputs.cuh"
 #include "quant_gemm_sums.cuh"
 #include "quant_gemm_work.cuh"
 
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #ifdef OFFLOAD_HAS_BULK_COPY
         barrier_wait(inputs_barrier, 0);
 #else
-        wait_for_copies(0);
+        wait_for_copies(kStages - Shape::kEarlyStages);
         __syncthreads();
 #endif
     };
@@ -164,13 +166,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         __syncwarp();
 #endif
 #pragma unroll
-        for (int stage = 0; stage < kStages; ++stage) fetch(stage, zeros);
+        for (int stage = 0; stage < Shape::kEarlyStages; ++stage) fetch(stage, zeros);
         for (int b = thread; b < work.bundles; b += Shape::kThreads)
             reinterpret_cast<int*>(shared + p.warps_at)[b] = work.warps_of(b);
         __syncthreads();  // the barrier of the activations is there
         wait_for_previous_kernel();
         ask_for_inputs();
+#pragma unroll
+        for (int stage = Shape::kEarlyStages; stage < kStages; ++stage) fetch(stage, zeros);
+        const typename QuantSums<Shape>::template First<T> ending(a, p, work, shared);
         wait_for_inputs();
+        if constexpr (Shape::kSummedUp) sum_up<T, kBits, Shape>(a, p, work.chunks, shared);
+        [[maybe_unused]] const float4* const starts =
+            reinterpret_cast<const float4*>(shared + p.starts_at) + quarter;
 
         float sums[kTiles][kColumns][4] = {};
         auto multiply = [&](int stage) {
@@ -193,19 +201,28 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                     float middle[kColumns][4] = {}, sum[kTiles][kColumns][4] = {};
                     uint4 x[kColumns][Shape::kLoads];
 #pragma unroll
-                    for (int c = 0; c < kColumns; ++c)
+                    for (int c = 0; c < kColumns; ++c) {
+                        if constexpr (Shape::kSummedUp) {
+                            const float4 start = starts[(half * kColumns + c) * 4];
+                            middle[c][0] = start.x;
+                            middle[c][1] = start.y;
+                            middle[c][2] = start.z;
+                            middle[c][3] = start.w;
+                        }
 #pragma unroll
                         for (int l = 0; l < Shape::kLoads; ++l) {
                             const uint4 stored = *reinterpret_cast<const uint4*>(
                                 inputs_of[c] + (half * Shape::kLoads + l) * 64);
-                            x[c][l] = Code::enlarge(stored);
+                            x[c][l] = Shape::kSummedUp ? stored : Code::enlarge(stored);
+                            if constexpr (!Shape::kSummedUp)
 #pragma unroll
-                            for (int j = 0; j < 2; ++j)
-                                multiply_tile(middle[c], Code::kMinusFirst, Code::kMinusSecond,
-                                              Code::kMinusFirst, Code::kMinusSecond,
-                                              j ? x[c][l].z : x[c][l].x, j ? x[c][l].w : x[c][l].y,
-                                              T());
+                                for (int j = 0; j < 2; ++j)
+                                    multiply_tile(middle[c], Code::kMinusFirst, Code::kMinusSecond,
+                                                  Code::kMinusFirst, Code::kMinusSecond,
+                                                  j ? x[c][l].z : x[c][l].x,
+                                                  j ? x[c][l].w : x[c][l].y, T());
                         }
+                    }
                     if (!kZeros)
 #pragma unroll
                         for (int m = 0; m < kTiles; ++m)
@@ -288,15 +305,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                 }
             }
         }
+        wait_for_copies(0);
+
+        __syncthreads();
+        QuantSums<Shape>::template finish<T, kBits>(a, p, work, shared, ending);
     };
     if (a.zero)
         run(std::true_type());
     else
         run(std::false_type());
-    wait_for_copies(0);
-
-    __syncthreads();
-    QuantSums<Shape>::template finish<T, kBits>(a, p, work, shared);
 #ifdef OFFLOAD_HAS_CLUSTERS
     if (p.cluster > 1) {
         cluster_arrive();  // shared memory stays until all have read it

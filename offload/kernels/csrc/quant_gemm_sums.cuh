@@ -13,15 +13,34 @@
 
 namespace offload {
 
+// What is added to output n of row r: 0 where there is no such thing.
 template <typename T>
-__device__ __forceinline__ void finish_output(const OffloadQuantGemm& a, int n, int r, float gate,
-                                              float up) {
-    const T* bias = static_cast<const T*>(a.bias);
-    const T* residual = static_cast<const T*>(a.residual);
-    float y = activate(gate + (bias ? to_float(bias[n]) : 0.f), a.activation);
-    if (a.gated) y *= up + (bias ? to_float(bias[n + a.outputs]) : 0.f);
-    if (residual) y += to_float(residual[r * a.residual_stride + n]);
-    static_cast<T*>(a.output)[r * a.output_stride + n] = from_float<T>(y);
+struct Added {
+    T bias = T(0.f), up_bias = T(0.f), residual = T(0.f);
+    Added() = default;
+
+    __device__ __forceinline__ Added(const OffloadQuantGemm& a, int n, int r) {
+        const T* const biases = static_cast<const T*>(a.bias);
+        if (biases) bias = biases[n];
+        if (biases && a.gated) up_bias = biases[n + a.outputs];
+        if (a.residual) residual = static_cast<const T*>(a.residual)[r * a.residual_stride + n];
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ void write_output(const OffloadQuantGemm& a, T* output, float gate,
+                                             float up, const Added<T>& added) {
+    float y = activate(gate + to_float(added.bias), a.activation);
+    if (a.gated) y *= up + to_float(added.up_bias);
+    if (a.residual) y += to_float(added.residual);
+    *output = from_float<T>(y);
+}
+
+template <typename T>
+__device__ __forceinline__ void write_output(const OffloadQuantGemm& a, int n, int r, float gate,
+                                             float up) {
+    write_output(a, static_cast<T*>(a.output) + r * a.output_stride + n, gate, up,
+                 Added<T>(a, n, r));
 }
 
 // Of each row the bundle's 32 sums.
@@ -51,20 +70,62 @@ struct RowSums {
         constexpr int kAtOnce = 4;
         float sum = 0.f;
 #pragma unroll 1
-        for (int w = 0; w < count; w += kAtOnce) {
+        for (; count > 0; count -= kAtOnce, at += kAtOnce * pitch) {
             float x[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) x[i] = w + i < count ? at[(w + i) * pitch] : 0.f;
+            for (int i = 0; i < kAtOnce; ++i) x[i] = i < count ? at[i * pitch] : 0.f;
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) sum += x[i];
         }
         return sum;
     }
 
+    // A block's output i: column o of bundle b, row r.
+    struct Output {
+        int o, b, r;
+
+        __device__ __forceinline__ Output(const OffloadQuantGemm& a, int i) {
+            const int width = a.gated ? 4 : 5;  // log2 of a bundle's outputs
+            o = i & ((1 << width) - 1);
+            b = quotient(i >> width, a.rows);
+            r = (i >> width) - b * a.rows;
+        }
+        __device__ __forceinline__ int number(const OffloadQuantGemm& a,
+                                              const QuantWork<Shape>& work) const {
+            return ((work.first + b) << (a.gated ? 4 : 5)) + o;
+        }
+        // Where the first warp's sum lies, in floats.
+        __device__ __forceinline__ int place(int rows, int warp) const {
+            return ((warp + b) * rows + r) * kPitch + o;
+        }
+    };
+
+    // Of a thread's first output what can be looked up while it waits for activations, for few
+    // threads have another one.
+    template <typename T>
+    struct First {
+        int place = 0, count = 0;  // of its sums
+        T* output = nullptr;
+        Added<T> added;
+
+        __device__ __forceinline__ First(const OffloadQuantGemm& a, const QuantPlan& p,
+                                         const QuantWork<Shape>& work,
+                                         const unsigned char* shared) {
+            const Output at(a, static_cast<int>(threadIdx.x));
+            const int n = at.number(a, work);
+            if (p.cluster > 1 || at.b >= work.bundles || n >= p.tiles * 16) return;
+            const int warps = reinterpret_cast<const int*>(shared + p.warps_at)[at.b];
+            place = at.place(a.rows, first_warp(warps));
+            count = count_warps(warps);
+            output = static_cast<T*>(a.output) + at.r * a.output_stride + n;
+            added = Added<T>(a, n, at.r);
+        }
+    };
+
     template <typename T, int kBits>
     static __device__ __forceinline__ void finish(const OffloadQuantGemm& a, const QuantPlan& p,
                                                   const QuantWork<Shape>& work,
-                                                  unsigned char* shared) {
+                                                  unsigned char* shared, const First<T>& first) {
         using Code = Codes<T, kBits>;
         const int thread = static_cast<int>(threadIdx.x);
         const int* const warps = reinterpret_cast<const int*>(shared + p.warps_at);
@@ -81,36 +142,42 @@ struct RowSums {
             cluster_wait();
         }
 #endif
-        const int width = a.gated ? 4 : 5;  // log2 of a bundle's outputs
-        const int outputs = work.bundles * a.rows << width;
+        const auto add_places = [&](int place, int count, float& sum, float& up) {
+            sum = add_up(places + place, pitch, count);
+            if (a.gated) up = add_up(places + place + 16, pitch, count);
+        };
+        const float times = thread & 8 ? Code::kSecond : Code::kFirst;  // of all of its outputs
+        const int outputs = work.bundles * a.rows << (a.gated ? 4 : 5);
+        int begin = work.rank * Shape::kThreads + thread;
+        if (p.cluster == 1) {
+            if (first.count) {
+                float sum, up = 0.f;
+                add_places(first.place, first.count, sum, up);
+                write_output(a, first.output, sum * times, up * times, first.added);
+            }
+            begin += Shape::kThreads;
+        }
 #pragma unroll 1
-        for (int i = work.rank * Shape::kThreads + thread; i < outputs;
-             i += p.cluster * Shape::kThreads) {
-            const int o = i & ((1 << width) - 1), b = quotient(i >> width, a.rows);
-            const int r = (i >> width) - b * a.rows;
+        for (int i = begin; i < outputs; i += p.cluster * Shape::kThreads) {
+            const Output output(a, i);
+            const int b = output.b, n = output.number(a, work);
+            if (n >= p.tiles * 16) continue;
             float sum = 0.f, up = 0.f;
 #ifdef OFFLOAD_HAS_CLUSTERS
             if (p.cluster > 1) {
                 for (int rank = 0; rank < p.cluster; ++rank) {
                     QuantWork<Shape> theirs = work;
                     theirs.at_rank(p, rank);
-                    const int place = first_warp(theirs.warps_of(b)) + b;
-                    const float* const at = places + place * pitch + r * kPitch + o;
+                    const float* const at =
+                        places + output.place(a.rows, first_warp(theirs.warps_of(b)));
                     sum += load_from_block(at, rank);
                     if (a.gated) up += load_from_block(at + 16, rank);
                 }
             } else
 #endif
-            {
-                const int count = count_warps(warps[b]);
-                const float* const at =
-                    places + (first_warp(warps[b]) + b) * pitch + r * kPitch + o;
-                sum = add_up(at, pitch, count);
-                if (a.gated) up = add_up(at + 16, pitch, count);
-            }
-            const int n = ((work.first + b) << width) + o;
-            const float times = o & 8 ? Code::kSecond : Code::kFirst;
-            if (n < p.tiles * 16) finish_output<T>(a, n, r, sum * times, up * times);
+                add_places(output.place(a.rows, first_warp(warps[b])), count_warps(warps[b]), sum,
+                           up);
+            write_output<T>(a, n, output.r, sum * times, up * times);
         }
     }
 };
@@ -161,11 +228,17 @@ struct LaneSums {
         }
     }
 
+    template <typename T>
+    struct First {  // nothing is looked up ahead
+        __device__ __forceinline__ First(const OffloadQuantGemm&, const QuantPlan&,
+                                         const QuantWork<Shape>&, const unsigned char*) {}
+    };
+
     // A warp has 8 rows of a bundle at a time.
     template <typename T, int kBits>
     static __device__ __forceinline__ void finish(const OffloadQuantGemm& a, const QuantPlan& p,
                                                   const QuantWork<Shape>& work,
-                                                  unsigned char* shared) {
+                                                  unsigned char* shared, const First<T>&) {
         const int warp = static_cast<int>(threadIdx.x) / 32;
         const int lane = static_cast<int>(threadIdx.x) % 32, columns = (a.rows + 7) / 8;
         const int* const warps = reinterpret_cast<const int*>(shared + p.warps_at);
@@ -225,7 +298,7 @@ struct LaneSums {
                     const int n = tile * 16 + i / 2 * 8 + lane / 4,
                               r = c * 8 + lane % 4 * 2 + i % 2;
                     const float times = i / 2 ? Codes<T, kBits>::kSecond : Codes<T, kBits>::kFirst;
-                    if (r < a.rows) finish_output<T>(a, n, r, sum[m][i] * times, up[i] * times);
+                    if (r < a.rows) write_output<T>(a, n, r, sum[m][i] * times, up[i] * times);
                 }
             }
         }

@@ -12,8 +12,9 @@ struct QuantPlan {
     int32_t tiles;                                // of 16 outputs
     int32_t groups, group_shift;                  // of a row; log2 of the chunks that share one
     // In shared memory, in bytes: from row to row of the activations; where the barrier that
-    // announces them lies, the warps of each bundle, the warps' rings, what warps sum up.
-    int32_t input_pitch, barrier_at, warps_at, rings_at, sums_at;
+    // announces them lies, the warps of each bundle, what sums of products start from, the warps'
+    // rings, what warps sum up.
+    int32_t input_pitch, barrier_at, warps_at, starts_at, rings_at, sums_at;
 };
 
 template <int kBits, int kHalves_, int kColumns_, int kTiles_, int kWarps_, int kPieceChunks_,
@@ -24,6 +25,11 @@ struct QuantShape {
     static constexpr int kTiles = kTiles_;      // of a bundle
     static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
     static constexpr int kPieceChunks = kPieceChunks_, kStages = kStages_;
+    // Of which codes are asked for ahead of the activations, which queue behind them: as much as is
+    // under way to a multiprocessor at HBM's rate.
+    static constexpr int kEarlyStages = kStages / 2;
+    // Whether activations are summed up before the loop (quant_gemm_inputs.cuh), not in it.
+    static constexpr bool kSummedUp = kColumns > 1;
     static constexpr int kChunkDepth = 4096 / kBits / 16;
     static constexpr int kChunkInputs = kChunkDepth * 2;       // bytes of a row of activations
     static constexpr int kLoads = kChunkDepth / 32 / kHalves;  // of 8 activations a lane
