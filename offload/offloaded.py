@@ -168,7 +168,8 @@ class Offload(NotCopied):
             )
         quantised = sum(1 for _ in quantised_weights(self._parts.model))
         if quantised:
-            notes.append(f"{quantised} weights are quantised, and dequantised where they are used")
+            what = "weight is quantised" if quantised == 1 else "weights are quantised"
+            notes.append(f"{quantised} {what}, and dequantised where they are used")
         engine = self._engine
         if engine is not None:
             notes += engine.notes()
