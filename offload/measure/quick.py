@@ -64,17 +64,20 @@ def quick_hardware(
         free = torch.cuda.mem_get_info(device)[0]
         rates["hbm"], rates["hbm_copy"] = hbm_rates(device, min(HBM_BYTES, free // 4))
         rates["launch"] = launch_seconds(device)
-        reason = why_not_host()
-        try:
-            rates |= _host(device, dtype, found.up) if reason is None else {}
-        except (OffloadError, RuntimeError, MemoryError) as error:
-            reason = str(error)
-        absent = {} if reason is None else {"cpu_attention": reason}
+        absent = {}
+        # Ahead of what keeps all cores busy, as calls are issued by one that was not.
         try:
             for name, value in own_rates(device, FEW_ROWS):
                 rates[name] = value
         except (OffloadError, RuntimeError) as error:
             absent |= {name: str(error) for name in RATES if name not in rates}
+        reason = why_not_host()
+        try:
+            rates |= _host(device, dtype, found.up) if reason is None else {}
+        except (OffloadError, RuntimeError, MemoryError) as error:
+            reason = str(error)
+        if reason is not None:
+            absent["cpu_attention"] = reason
         torch.cuda.empty_cache()  # a plan counts on all of the memory
     else:
         rates["link_up"] = rates["hbm"] = measure_link(compute_device(device), LINK_BYTES)

@@ -101,10 +101,10 @@ FUSED = Engine(
     load_kernels=6,
     small_kernels=(6, 2),
     piece_kernels=14,
-    # Fitted to prompts and steps of one sequence on five hosts, whose calls take 18 to 20 us: 0.8,
-    # 4.6 and 0.21 ms there, by a quarter more or less. A layer makes a dozen calls for a part of a
+    # Fitted to prompts and steps of one sequence on H200 hosts whose calls take 18 to 20 us: 0.6,
+    # 4.5 and 0.21 ms there, by a quarter more or less. A layer makes a dozen calls for a part of a
     # prompt; torch's products, attention and views are the rest.
-    prompt_calls=43,
+    prompt_calls=34,
     start_calls=250,
     step_calls=11,
 )
