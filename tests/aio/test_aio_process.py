@@ -235,11 +235,12 @@ def test_ten_thousand_requests_leave_nothing_behind(each_engine, data_file, tmp_
     before, resident = measure(), _resident()
     work(10_000)
     gc.collect()
-    # The kernel frees native queues a little after their end, so the first measure may be high.
+    # The kernel frees native queues a little after their end, and has a thread that was joined among
+    # its tasks for a moment longer: so either measure may be high at first.
     deadline = time.monotonic() + 10
-    while measure()[1] > before[1] and time.monotonic() < deadline:
+    while any(now > then for now, then in zip(measure(), before)) and time.monotonic() < deadline:
         time.sleep(0.05)
     after = measure()
-    assert (after[0], after[2]) == (before[0], before[2])
-    assert after[1] <= before[1]
+    assert after[0] == before[0]
+    assert after[1] <= before[1] and after[2] <= before[2]
     assert _resident() - resident < 8 * MIB
