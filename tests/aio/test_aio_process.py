@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from operator import gt
 from pathlib import Path
 
 import pytest
@@ -235,12 +236,11 @@ def test_ten_thousand_requests_leave_nothing_behind(each_engine, data_file, tmp_
     before, resident = measure(), _resident()
     work(10_000)
     gc.collect()
-    # The kernel frees native queues a little after their end, and has a thread that was joined among
-    # its tasks for a moment longer: so either measure may be high at first.
+    # The kernel frees native queues a little after their end, and has a thread that was joined
+    # among its tasks for a moment longer: so either measure may be high at first.
     deadline = time.monotonic() + 10
-    while any(now > then for now, then in zip(measure(), before)) and time.monotonic() < deadline:
+    while any(map(gt, after := measure(), before)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    after = measure()
     assert after[0] == before[0]
     assert after[1] <= before[1] and after[2] <= before[2]
     assert _resident() - resident < 8 * MIB
