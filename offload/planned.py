@@ -15,6 +15,7 @@ from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.kernels.host_library import why_not_host
 from offload.measure.cache import kept_hardware
+from offload.measure.compute import dtype_name
 from offload.measure.machine import disk_of
 from offload.measure.quick import quick_disk, quick_hardware
 from offload.models.fused.host_rows import why_not_on_cpu
@@ -149,16 +150,12 @@ def _hardware(
     products of this dtype.
     """
     kept = kept_hardware(None, config.compute)
-    if kept is not None and kept.link_up is not None and kept.multiplies(_name(dtype)):
+    if kept is not None and kept.link_up is not None and kept.multiplies(dtype_name(dtype)):
         if files and disk_of(Path(files[0]).resolve().parent) != kept.machine.disk:
             with contextlib.suppress(AioError, OSError):  # then it is as good a guess as any
                 kept = replace(kept, disk=quick_disk(files, home))  # weights are on another one
         return kept, ()
     return quick_hardware(config.compute, dtype, tuple(files), home), (QUICK,)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _engine(

@@ -21,7 +21,7 @@ from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.scores import Scores
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
-from offload.measure.compute import run_seconds
+from offload.measure.compute import dtype_name, run_seconds
 from offload.scheduler.hardware import Curve
 
 WIDTH = 8192  # of the square weights
@@ -54,7 +54,7 @@ def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curv
     """By the format of the weights: rows -> bytes of weights per second that products of so many
     rows read, in the way that the engine takes here.
     """
-    found = {str(DTYPE).removeprefix("torch."): _curve(_plain, None, rows, device)}
+    found = {dtype_name(DTYPE): _curve(_plain, None, rows, device)}
     for name, form in FORMATS.items():
         found[name] = _curve(_quantised, form, rows, device)
     return found

@@ -14,6 +14,7 @@ from offload import aio
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import why_not_host
 from offload.kernels.scores import Scores
+from offload.measure.compute import dtype_name
 from offload.memory_limits import host_memory_available
 from offload.scheduler.hardware import Curve
 
@@ -138,11 +139,6 @@ def attention_rates(
         )
         for dtype in dtypes
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As rates are kept by it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def read_rate(reader: Reader, seconds: float = SECONDS) -> float:

@@ -16,10 +16,10 @@ from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
-from offload.measure.compute import hbm_rates, launch_seconds, product_rate
+from offload.measure.compute import dtype_name, hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
 from offload.measure.fused import RATES, own_rates
-from offload.measure.host import HostMemory, attention_rates, dtype_name, read_rate
+from offload.measure.host import HostMemory, attention_rates, read_rate
 from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
 from offload.measure.stream import measure_disk, measure_link

@@ -61,13 +61,13 @@ class PrefillAttention:
         if group > 1 and not native:
             keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         options: dict[str, Any] = {"scale": layer.scale, "enable_gqa": group > 1 and native}
-        if plain and _by_flash(query):
-            causal = self._tokens > 1
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, keys, values, 0.0, causal, scale=layer.scale)[0]
         if plain:
+            causal = self._tokens > 1
+            if _by_flash(query):
+                flash = torch.ops.aten._scaled_dot_product_flash_attention
+                return flash(query, keys, values, 0.0, causal, scale=layer.scale)[0]
             return functional.scaled_dot_product_attention(
-                query, keys, values, is_causal=self._tokens > 1, **options
+                query, keys, values, is_causal=causal, **options
             )
         out = torch.empty_like(query)
         rows = 1 if self._padding is None else query.shape[0]
