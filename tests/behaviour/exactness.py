@@ -13,6 +13,8 @@ import comparison
 import torch
 import variants
 
+from offload.models.kv.cache import cache_name
+
 FUSED = (
     *("gpt2", "gptj", "gpt_neox", "opt", "opt-350m-like", "bloom"),
     *("falcon", "falcon-40b-like", "falcon-rw-alibi"),
@@ -71,7 +73,7 @@ def logits(model: Any, name: str, alone: bool = False) -> dict[str, torch.Tensor
 
 def name_of_cache(model: Any) -> str:
     """What transformers calls the cache argument in the release at hand."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return cache_name(inspect.signature(model.forward).parameters)
 
 
 def tokens(model: Any, name: str) -> dict[str, torch.Tensor]:

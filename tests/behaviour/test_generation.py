@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import comparison
+import exactness
 import pytest
 import torch
 import transformers
@@ -228,12 +229,11 @@ def test_cache_continues_between_calls(pair: Pair) -> None:
     results = []
     for model in pair:
         cache = transformers.DynamicCache(config=model.config)
+        name = exactness.name_of_cache(model)
         logits = []
         with torch.no_grad():
             for part in ([[5, 9, 17]], [[44]], [[3, 8]]):
-                logits.append(
-                    model(torch.tensor(part), past_key_values=cache, use_cache=True).logits
-                )
+                logits.append(model(torch.tensor(part), use_cache=True, **{name: cache}).logits)
         results.append(torch.cat(logits, 1))
     assert torch.equal(*results)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import variants
 
+from offload.models.kv.cache import cache_name
 from offload.models.modules import find_layers
 from offload.models.profile import model_profile
 from offload.models.shape import ModelShape
@@ -36,7 +37,8 @@ def test_what_the_cache_keeps(name: str, rows: int) -> None:
     if "decoder_input_ids" in tokens:
         tokens["decoder_input_ids"] = tokens["input_ids"]
     with torch.no_grad():
-        counted = kept(model(**tokens, use_cache=True).past_key_values)
+        output = model(**tokens, use_cache=True)
+        counted = kept(output[cache_name(output)])
     shape = ModelShape.of(model.config)
     expected = rows * LENGTH * shape.layers * shape.kv_width
     if name == "deepseek_v3":  # newer releases keep less than full keys and values

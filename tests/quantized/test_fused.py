@@ -26,6 +26,7 @@ from offload.kernels.quantize import quantise
 from offload.kernels.weight_format import SHAPE, WeightFormat
 from offload.models.fused.host_rows import HostJoin
 from offload.models.fused.streamed_rows import Attending
+from offload.models.kv.cache import cache_name
 from offload.models.quantized.coded import Decoder, stand_for
 from offload.models.quantized.layer import Filling
 from offload.models.quantized.panels import arrange
@@ -156,9 +157,9 @@ def test_what_stands_behind_attention_is_made_whole_while_cores_attend(
     with fused(out, "cpu", **host) as model, torch.no_grad():
         ids = torch.full((2, 3), 7)
         made = model.generate(ids, max_new_tokens=1, return_dict_in_generate=True)
-        cache = made.past_key_values
+        name = cache_name(made)
         done.clear()
-        model(input_ids=ids[:, :1], **{exactness.name_of_cache(model): cache})
+        model(input_ids=ids[:, :1], **{name: made[name]})
         layers = model.config.num_hidden_layers
     # The output of attention and the MLP's two products, not the queries'.
     assert done == ["fill", "fill", "fill", "fill", "attend"] * layers

@@ -14,6 +14,7 @@ import torch
 import offload
 from offload.kernels.int8_linear import Int8Linear
 from offload.kernels.quant_linear import QuantLinear
+from offload.models.kv.cache import cache_name
 from offload.models.quantized.layer import Filling
 from offload.models.quantized.modules import scratch_bytes
 
@@ -89,10 +90,11 @@ def test_every_number_of_rows(
         for batch in (1, 40):
             launched.clear()
             with torch.no_grad():
-                cache = model(input_ids=torch.full((batch, 2), 7)).past_key_values
+                output = model(input_ids=torch.full((batch, 2), 7))
+                name = cache_name(output)
                 many = [*launched]
                 launched.clear()
-                model(input_ids=torch.full((batch, 1), 7), past_key_values=cache)
+                model(input_ids=torch.full((batch, 1), 7), **{name: output[name]})
             # Of the second layer all but `up` is int4: query, key and value, and both outputs.
             assert many.count(Int8Linear) == launched.count(Int8Linear) == 3 * (layers - 1)
             assert launched.count(QuantLinear) == 3

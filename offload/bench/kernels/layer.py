@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload.bench.kernels.case import Case
 from offload.bench.shapes import shape_config
-from offload.models.kv.cache import common_of
+from offload.models.kv.cache import cache_name, common_of
 
 OPS = ("layer",)
 DTYPE = torch.bfloat16
@@ -76,9 +76,11 @@ def _fused(model: Any, batch: int, device: torch.device) -> Callable[[int], None
     """Issues layer i of the model's next decode step."""
     ids = torch.zeros(batch, PAST, dtype=torch.long, device=device)
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        output = model(ids, use_cache=True)
+        name = cache_name(output)
+        cache = output[name]
         for _ in range(2):  # the calls of a step are made by the first
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            model(ids[:, :1], use_cache=True, **{name: cache})
     engine = model.get_decoder().forward.engine
     return lambda i: engine.launch(common_of(cache).session, i, i)
 

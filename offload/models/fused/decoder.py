@@ -28,7 +28,7 @@ from offload.models.fused.prompt import Prompt, Room
 from offload.models.fused.request import Request, Unserved
 from offload.models.fused.step import Step
 from offload.models.hooked import NotCopied, PassForward, PassOwner
-from offload.models.kv.cache import adopt, common_of, layers_of
+from offload.models.kv.cache import adopt, cache_name, common_of, layers_of
 from offload.models.kv.host_kv import HostKv
 from offload.models.kv.layer import KvLayer
 from offload.models.kv.streamed_kv import StreamedKv
@@ -86,8 +86,7 @@ class FusedEngine(NotCopied):
         self._rooms: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
         self._sessions: weakref.WeakSet[DecodeSession] = weakref.WeakSet()
         self._output = getattr(modeling_outputs, spec.output)
-        names = self._output.__dataclass_fields__
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._cache_name = cache_name(self._output.__dataclass_fields__)
         self._holder.forward = FusedForward(self._holder.forward, owner, self)
 
     def serve(self, given: dict[str, Any]) -> Any:

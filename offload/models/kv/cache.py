@@ -6,6 +6,7 @@ and both engines can run on the same one.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ def new_cache(spec: ModelSpec, max_length: int = 0, host: HostKv | None = None) 
     cache = DynamicCache()
     _fill(cache, spec, KvCommon(max_length, host=host))
     return cache
+
+
+def cache_name(names: Container[str]) -> str:
+    """What transformers' release at hand calls a cache, by the names of a forward's arguments or of
+    what it returns.
+    """
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def common_of(cache: DynamicCache) -> KvCommon:
