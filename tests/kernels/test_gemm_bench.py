@@ -122,6 +122,8 @@ def test_the_table_and_the_file(
     capsys: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Module:
+        OP = "copy"
+
         @staticmethod
         def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield Case("copy", "1 MB", 100, 1.0, nothing, {"eager": nothing})
@@ -171,3 +173,16 @@ def test_a_wrong_name_is_said_before_what_is_wrong_with_the_library(
 def test_without_a_gpu_it_says_so(capsys: Any) -> None:
     assert main(["bench", "kernels"]) == 2
     assert "the kernels cannot run on cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(run.modules()))
+def test_an_op_of_every_printed_line_can_be_asked_for(name: str) -> None:
+    module = run.modules()[name]
+    ops = {case.op for case in module.cases(torch.device("cpu"), quick=False)}
+    assert ops == {*run.ops_of(module)}
+
+
+def test_one_op_of_a_module_of_several(capsys: Any) -> None:
+    arguments = ["bench", "kernels", "--device", "cpu", "--quick", "--op", "scale-sums", "--json"]
+    assert main(arguments) == 0
+    assert {row["op"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"scale_sums"}

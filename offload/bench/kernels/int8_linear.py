@@ -20,7 +20,7 @@ from offload.kernels.scale_sums import ScaleSums
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
 
-OP = "int8_linear"
+OPS = ("int8_linear", "quantize_rows", "scale_sums")
 DTYPE = torch.bfloat16
 FORM = WeightFormat.parse("w8a8")
 # rows, depth, outputs: OPT-13B's MLP and attention, Llama-7B's gate and up.
@@ -62,7 +62,7 @@ def _product(rows: int, depth: int, outputs: int, device: torch.device) -> Case:
     sums = torch.empty(some, outputs, dtype=torch.int32, device=device)
     whole = [torch.randn(outputs, depth, **like) * 0.02 for _ in range(min(count, 4))]
     return Case(
-        op=OP,
+        op="int8_linear",
         shape=f"rows {rows} K{depth} N{outputs}",
         bytes=size + DTYPE.itemsize * rows * (depth + outputs),
         flop=2.0 * rows * depth * outputs,

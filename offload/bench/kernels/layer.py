@@ -15,7 +15,7 @@ from offload.bench.kernels.case import Case
 from offload.bench.shapes import shape_config
 from offload.models.kv.cache import cache_name, common_of
 
-OPS = ("layer",)
+OP = "layer"
 DTYPE = torch.bfloat16
 LAYERS = 8  # their weights do not fit into L2
 SHAPES = ("llama-2-7b", "opt-13b", "qwen2.5-14b", "llama-2-70b")
@@ -41,7 +41,7 @@ def _case(name: str, batch: int, device: torch.device) -> Case:
     )
     launch = _fused(model, batch, device)
     return Case(
-        "layer",
+        OP,
         f"{name}, batch {batch}, bf16",
         nbytes,
         2 * batch * nbytes / DTYPE.itemsize,

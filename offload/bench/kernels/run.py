@@ -44,6 +44,11 @@ def modules() -> dict[str, ModuleType]:
     return found
 
 
+def ops_of(module: Any) -> tuple[str, ...]:
+    """The ops of a module's cases: its OPS, or its OP where that is the only one."""
+    return getattr(module, "OPS", None) or (module.OP,)
+
+
 @dataclass
 class KernelsResult:
     """What was measured, and the rates of the same run."""
@@ -152,19 +157,19 @@ def _one(
 
 
 def _modules(wanted: Wanted) -> dict[str, ModuleType]:
-    """Those that may hold a wanted op; all where an op is not the name of a module."""
+    """Those that are wanted, or have cases of a wanted op."""
     found = modules()
-    unknown = [op for op in wanted.ops if op not in found]
-    if unknown:
-        ops = {getattr(module, "OP", name) for name, module in found.items()}
-        for module in found.values():
-            ops |= set(getattr(module, "OPS", ()))
-        strangers = [op for op in unknown if op not in ops]
-        if strangers:
-            known = ", ".join(sorted(ops | found.keys()))
-            raise ValueError(f"no kernel is called {strangers[0]!r}; there are {known}")
-        return found
-    return {name: module for name, module in found.items() if not wanted.ops or name in wanted.ops}
+    names = {name: {name, *ops_of(module)} for name, module in found.items()}
+    known = set().union(*names.values())
+    strangers = [op for op in wanted.ops if op not in known]
+    if strangers:
+        there = ", ".join(sorted(known))
+        raise ValueError(f"no kernel is called {strangers[0]!r}; there are {there}")
+    return {
+        name: module
+        for name, module in found.items()
+        if not wanted.ops or names[name] & set(wanted.ops)
+    }
 
 
 def check_device(device: torch.device) -> None:
