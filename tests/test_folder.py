@@ -18,7 +18,6 @@ from offload.errors import BudgetError
 from offload.store.folder import (
     atomic_write,
     check_folder,
-    default_folder,
     lock,
     remove_temporaries,
     sync_folder,
@@ -41,20 +40,6 @@ def small_disk(tmp_path):
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-# ---- where --------------------------------------------------------------------------------------
-
-
-def test_default_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("OFFLOAD_HOME", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_folder() == Path("/home/someone/.cache/offload")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert default_folder() == Path("/caches/offload")
-    monkeypatch.setenv("OFFLOAD_HOME", "~/packs")
-    assert default_folder() == Path("/home/someone/packs")
 
 
 # ---- what is checked ----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from offload.bench.subject import Subject
 from offload.config import OffloadConfig
-from offload.store.folder import check_folder, default_folder
+from offload.home import home_folder
+from offload.store.folder import check_folder
 
 # (subject, weights rest in files, folder for them) -> the model, ready to generate
 Load = Callable[[Subject, bool, "str | None"], AbstractContextManager[PreTrainedModel]]
@@ -64,7 +65,7 @@ def _accelerate(subject: Subject, on_disk: bool, folder: str | None) -> Iterator
         yield model
         return
     needed = sum(p.nbytes for p in model.parameters())
-    home = check_folder(folder or default_folder() / "bench", needed)
+    home = check_folder(folder or home_folder() / "bench", needed)
     weights = tempfile.mkdtemp(prefix="accelerate-", dir=home)
     try:
         accelerate.disk_offload(model, weights, execution_device=subject.device)

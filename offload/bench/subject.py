@@ -20,6 +20,7 @@ from offload.bench.shapes import shape_config
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
+from offload.home import home_folder
 from offload.models.build import build_model
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
 from offload.models.profile import expert_share
@@ -27,7 +28,6 @@ from offload.models.quantized.methods import read_method
 from offload.models.quantized.modules import quantised_weights, whole_parameters
 from offload.models.quantized.wanted import Wishes
 from offload.packed import quantised_checkpoint
-from offload.store.folder import default_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Subject:
         checkpoint = open_checkpoint(resolve_model(self.folder or ""), read_method)
         if self.wishes is None:
             return checkpoint
-        home = default_folder() / "packs"
+        home = home_folder() / "packs"
         plain = build_model(checkpoint)
         return quantised_checkpoint(plain, checkpoint, self.wishes, home, self.device)
 
@@ -151,7 +151,7 @@ class Subject:
             yield Subject(None, str(used), self.dtype, self.device)
             return
         config = shape_config(self.shape or "", self._random_dtype, self.layers)
-        home = Path(parent).expanduser() if parent else default_folder() / "bench"
+        home = Path(parent).expanduser() if parent else home_folder() / "bench"
         folder = home / f"{self.shape}-{str(self._random_dtype).removeprefix('torch.')}"
         stands = (folder / "config.json").exists()
         used = folder

@@ -197,9 +197,9 @@ def _memory() -> dict[str, Any]:
 
 
 def _folder(offload_folder: str | None) -> dict[str, Any]:
-    from offload.store.folder import default_folder
+    from offload.home import home_folder
 
-    folder = Path(offload_folder or default_folder()).expanduser().absolute()
+    folder = Path(offload_folder or home_folder()).expanduser().absolute()
     existing = folder
     while not existing.exists():
         existing = existing.parent

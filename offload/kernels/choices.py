@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from offload.home import home_folder
 from offload.kernels.library import FILE
 
 Way = Literal["own", "apart", "cublas", "whole", "rows", "columns"]
@@ -110,8 +111,7 @@ def bucket(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
 
 def cache_path() -> str:
     """The file that holds this user's measurements."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "offload", "kernels.json")
+    return str(home_folder() / "kernels.json")
 
 
 @functools.cache

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
+from offload.home import home_folder
 from offload.measure.hardware import Progress, measure_hardware
 from offload.measure.machine import this_machine
 from offload.scheduler.hardware import Hardware, HardwareError
-from offload.store.folder import atomic_write, check_folder, default_folder
+from offload.store.folder import atomic_write, check_folder
 
 
 def rates_file(folder: str | os.PathLike[str] | None, device: torch.device) -> Path:
     """Where this machine's rates are kept; a machine that changed has another file."""
-    home = Path(folder or default_folder()).expanduser().absolute()
+    home = Path(folder or home_folder()).expanduser().absolute()
     return home / "rates" / f"{this_machine(home, device).fingerprint}.json"
 
 

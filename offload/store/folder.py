@@ -21,15 +21,6 @@ _HINT = (
 )
 
 
-def default_folder() -> Path:
-    """Where packs go when the user names no folder."""
-    if home := os.environ.get("OFFLOAD_HOME"):
-        return Path(home).expanduser()
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        return Path(cache).expanduser() / "offload"
-    return Path("~/.cache/offload").expanduser()
-
-
 def check_folder(path: str | os.PathLike[str], needed_bytes: int = 0) -> Path:
     """The folder `path`, made where it is missing, proven writable and large enough.
 

@@ -113,7 +113,7 @@ def test_arguments_are_checked(arguments, capsys):
 
 
 def test_tuning_is_remembered_for_the_drive(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path / "cache"))
     assert aio.tuned(tmp_path) == {}
     assert (
         benchmark.main(

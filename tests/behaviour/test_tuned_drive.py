@@ -32,7 +32,6 @@ def test_settings_of_the_drive(
     kept: dict[str, Any],
     backend: str | None,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = variant_folder("llama")
     inputs = variants.inputs("llama")
     tuning.remember(folder, kept, 1.0)

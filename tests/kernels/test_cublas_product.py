@@ -28,7 +28,7 @@ TIMES: dict[Choice, float] = {WHOLE: 8000.0}
 
 @pytest.fixture(autouse=True)
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path))
     table = Table("a GPU")
     monkeypatch.setattr(tuning, "table", lambda device: table)
     return table

@@ -34,7 +34,7 @@ FUSED = [
 
 @pytest.fixture(autouse=True)
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path))
     table = Table("a GPU")
     monkeypatch.setattr(tuning, "table", lambda device: table)
     return table

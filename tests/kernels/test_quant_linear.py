@@ -94,7 +94,7 @@ def test_both_ways_are_measured_on_weights_of_their_own(
         return 1.0 + len(products[0])  # two launches make it whole and multiply
 
     table = Table("a GPU")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "table", lambda device: table)
     monkeypatch.setattr(tuning, "rotation", lambda nbytes, device: 3)
     monkeypatch.setattr(tuning, "time_products", time)
@@ -112,7 +112,7 @@ def test_both_ways_are_measured_on_weights_of_their_own(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_quicker_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path))
     choices.table.cache_clear()
     x = torch.randn(3, 1024, device="cuda").bfloat16()
     rows, form = WeightFormat.parse("int4"), WeightFormat("int4", "panels", (1, 64))

@@ -22,8 +22,9 @@ DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "offload" / "kernels.json"
+    home = tmp_path / "home"
+    monkeypatch.setenv("OFFLOAD_HOME", str(home))
+    return home / "kernels.json"
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_file_that_cannot_be_written_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").write_text("a file where a folder should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    monkeypatch.setenv("OFFLOAD_HOME", str(tmp_path / "taken"))
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         table = Table("a GPU")
