@@ -308,6 +308,14 @@ class WeightFormat:
             return "weight_panel_scale"
         return "weight_scale" if self.layout in ("packed", "plain", "mxfp4") else "scales"
 
+    @property
+    def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        if self.kind == "mxfp4":
+            return (torch.uint8,)
+        if self.layout == "fp8_block":
+            return (*_FLOATS, torch.float8_e8m0fnu)
+        return _FLOATS[:2] if self.layout == "panels" else _FLOATS
+
     def check_stored(self, found: Mapping[str, Stored], shape: tuple[int, ...]) -> None:
         """Raise ValueError, naming the tensor, where `found` (by the ends of names) is not what a
         weight of `shape` is made of. Dimensions of size 1 of scales and zero points do not matter.
@@ -319,14 +327,8 @@ class WeightFormat:
             if name not in found:
                 raise ValueError(f"{name} is missing")
             has_dtype, has_size = found[name]
-            if name == self.scale_name and dtype != torch.uint8:
-                allowed: tuple[torch.dtype, ...] = _FLOATS
-                if self.layout == "fp8_block":
-                    allowed = *_FLOATS, torch.float8_e8m0fnu
-                elif self.layout == "panels":
-                    allowed = _FLOATS[:2]
-                if dtype not in allowed:
-                    raise ValueError(f"{name} holds {dtype}, which is no dtype of such scales")
+            if name == self.scale_name and has_dtype not in self._scale_dtypes:
+                raise ValueError(f"{name} holds {has_dtype}, which is no dtype of such scales")
             same = has_size == size or (
                 name in ("weight_scale", "weight_scale_inv", "weight_zero_point")
                 and [x for x in has_size if x != 1] == [x for x in size if x != 1]

@@ -191,6 +191,16 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
         set_to("weight_scale", torch.ones(128, 2, dtype=torch.bfloat16)),
         r"weight_scale is torch.bfloat16 \[128, 2\], but",
     ),
+    "scales of no such dtype": (
+        "int4",
+        set_to("weight_scale", torch.ones(128, 1, dtype=torch.uint8)),
+        "weight_scale holds torch.uint8, which is no dtype of such scales",
+    ),
+    "zero points that were not announced": (
+        "int8",
+        set_to("weight_zero_point", torch.ones(128, 1, dtype=torch.int8)),
+        "weight_zero_point holds zero points, and config.json says there are none",
+    ),
     "codes of another dtype": (
         "awq",
         set_to("qweight", torch.zeros(64, 16, dtype=torch.int64)),
@@ -209,6 +219,54 @@ def test_damage_is_named_with_tensor_and_file(source: Source, tmp_path: Path, wh
         folders.pack(source("llama"), out, method.removesuffix("-own"))
     change(out, edit)
     with pytest.raises(CheckpointError, match=rf"out/model.safetensors: {UP}\.({message})"):
+        offload.run(out, device_map="nvme", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "end"),
+    [
+        ("int4", "weight_scale"),
+        ("int4-channel-zp", "weight_scale"),
+        ("int4-channel-zp", "weight_zero_point"),
+        ("mxfp4", "weight_scale"),
+        ("fp8", "weight_scale"),
+        ("w8a8", "weight_scale"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["fused", "transformers"])
+def test_dimensions_of_size_1_do_not_matter(
+    source: Source, tmp_path: Path, asked: str, end: str, engine: str
+) -> None:
+    """Other programs have scales of whole rows as [N], [N, 1] or [1, N, 1]."""
+    out = folders.pack(source("llama"), tmp_path / "out", asked)
+    with offload.run(out, device_map="nvme", device="cpu", engine=engine) as model:
+        wanted = folders.logits(model)
+    for edit in (lambda t: t[None], lambda t: t.squeeze(), lambda t: t.squeeze()[None]):
+
+        def reshape(stored: dict[str, torch.Tensor], edit: Any = edit) -> None:
+            name = next(n for n in stored if n.endswith(f"1.mlp.up_proj.{end}"))
+            stored[name] = edit(stored[name])
+
+        change(out, reshape)
+        with offload.run(out, device_map="nvme", device="cpu", engine=engine) as model:
+            assert torch.equal(folders.logits(model), wanted)
+
+
+def test_codes_without_their_scales(source: Source, tmp_path: Path) -> None:
+    """They would be taken for the weight."""
+    out = folders.pack(source("llama"), tmp_path / "out", "w8a8")
+    change(out, lambda stored: stored.pop(f"{UP}.weight_scale"))
+    with pytest.raises(UnsupportedError, match=rf"{UP}.weight \(.*safetensors\) is of no weight"):
+        offload.run(out, device_map="nvme", device="cpu")
+
+
+@pytest.mark.parametrize("asked", ["w8a8", "fp8", "fp8-block"])
+def test_codes_without_their_config(source: Source, tmp_path: Path, asked: str) -> None:
+    out = folders.pack(source("llama"), tmp_path / "out", asked)
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"proj.weight .* is quantised, .* lies beside it"):
         offload.run(out, device_map="nvme", device="cpu")
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from offload.checkpoint import Checkpoint
-from offload.checkpoint.expressions import stored_at
+from offload.checkpoint.expressions import Expression
 from offload.checkpoint.extent import Extent
 from offload.checkpoint.lazy import LazyTensor
 from offload.errors import CheckpointError, UnsupportedError
@@ -19,6 +20,7 @@ from offload.kernels.weight_format import MX_GROUP, SHAPE, Stored, WeightFormat
 from offload.models.quantized.coded import stand_for
 from offload.models.quantized.methods import Method, read_method
 
+ZEROS = "weight_zero_point"
 # Names that only parts of quantised weights, caches and activations have.
 _PARTS = re.compile(
     r"(weight_(packed|scale|scale_inv|zero_point|global_scale|g_idx|shape)|_scale_inv|qweight|qzeros"
@@ -37,6 +39,7 @@ def lazy_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, L
     """
     tensors = checkpoint.tensors
     if checkpoint.quantization is None:
+        _refuse_codes(tensors)
         return {name: LazyTensor.of(extent) for name, extent in tensors.items()}
     method = read_method(checkpoint.folder, "quantization_config", checkpoint.quantization)
     state: dict[str, LazyTensor] = {}
@@ -54,13 +57,33 @@ def lazy_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, L
     for name, extent in tensors.items():
         if name in used:
             continue
-        if _PARTS.search(name) or "float8" in str(extent.dtype) or "float4" in str(extent.dtype):
+        if _PARTS.search(name) or _is_coded(name, extent):
             raise UnsupportedError(
                 f"{name} ({extent.file}) is of no weight that can be read as {method.name}, which "
                 "config.json names"
             )
         state[name] = LazyTensor.of(extent)
     return state
+
+
+def _is_coded(name: str, extent: Extent) -> bool:
+    """Whether it can only be the codes of a weight."""
+    if "float8" in str(extent.dtype) or "float4" in str(extent.dtype):
+        return True
+    return name.endswith("weight") and not extent.dtype.is_floating_point
+
+
+def _refuse_codes(tensors: Mapping[str, Extent]) -> None:
+    """Raise UnsupportedError for codes beside their scales: without a config that says how they
+    are stored they would be taken for the weight.
+    """
+    for name, extent in tensors.items():
+        scales = [n for n in (f"{name}_scale", f"{name}_scale_inv") if n in tensors]
+        if scales and _is_coded(name, extent):
+            raise UnsupportedError(
+                f"{name} ({extent.file}) is quantised, {scales[0]} lies beside it, and config.json "
+                "has no quantization_config that says how: take that of the original checkpoint"
+            )
 
 
 def _quantised(method: Method, tensors: Mapping[str, Extent]) -> list[tuple[str, str, str]]:
@@ -83,7 +106,7 @@ def _ends(form: WeightFormat, scales: str) -> list[str]:
     if form.layout == "gpt_oss":
         return ["blocks", "scales"]
     codes = "weight" if form.layout in ("plain", "fp8_block") else "weight_packed"
-    extra = ["weight_zero_point", "weight_g_idx", SHAPE] if scales == "weight_scale" else []
+    extra = [ZEROS, "weight_g_idx", SHAPE] if scales == "weight_scale" else []
     return [codes, scales, *extra]
 
 
@@ -110,6 +133,8 @@ def _coded(
             if end in (form.scale_name, "g_idx", "weight_g_idx")
         }
         check_values(form, checked, form.groups(shape)[1])
+        if ZEROS in extents and not form.zero_points and extents[ZEROS].read().float().any():
+            raise ValueError(f"{ZEROS} holds zero points, and config.json says there are none")
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -117,8 +142,15 @@ def _coded(
     scale = extents[form.scale_name].dtype
     if dtype is None:
         dtype = scale if scale in (torch.float16, torch.bfloat16) else torch.bfloat16
-    needed = [end for end in form.stored(shape, scale) if end != SHAPE]
-    return stand_for(form, {end: stored_at(extents[end]) for end in needed}, shape, dtype)
+    stored = form.stored(shape, scale).items()
+    parts = {end: _in_shape(extents[end], size) for end, (_, size) in stored if end != SHAPE}
+    return stand_for(form, parts, shape, dtype)
+
+
+def _in_shape(extent: Extent, shape: tuple[int, ...]) -> Expression:
+    """A stored tensor, whose dimensions of size 1 may be others, in the shape that is read."""
+    tensor: Any = LazyTensor.of(extent).reshape(shape)
+    return tensor.expression
 
 
 def _shape(form: WeightFormat, extents: Mapping[str, Extent]) -> tuple[int, ...]:
