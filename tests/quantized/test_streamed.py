@@ -311,6 +311,8 @@ def scheme(**changes: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes'"),
     ({"quant_method": None}, "quant_method = None"),
+    ({"quant_method": ["gptq"]}, r"quant_method = \['gptq'\]"),
+    ({**GPTQ, "desc_act": "true"}, "desc_act = 'true'; it is true or false"),
     ({**GPTQ, "bits": 3}, "gptq.*quantization_config.bits = 3"),
     ({**GPTQ, "group_size": 0}, "group_size = 0"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
@@ -323,6 +325,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FP8, "weight_block_size": None}, "weight_block_size = None"),
     ({**FP8, "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
     ({**INT8, "format": "marlin-24"}, "format = .*marlin-24"),
+    ({**INT8, "format": ["int-quantized"]}, r"format = .*\(here \['int-quantized'\]\)"),
+    ({**INT8, "ignore": 3}, "ignore = 3; it is a list of names of modules"),
     ({**INT8, "quantization_status": "frozen"}, "quantization_status = 'frozen'"),
     ({**INT8, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = {'num_bits': 8}"),
     ({**INT8, "sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config.format = 'spars"),
@@ -333,6 +337,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (scheme(weights={**GROUP["weights"], "num_bits": 6}), "weights.num_bits = 6"),
     (scheme(weights={**GROUP["weights"], "strategy": "token"}), "weights.strategy = 'token'"),
     (scheme(weights={**GROUP["weights"], "type": "float"}), "weights.type = 'float'"),
+    (scheme(weights={**GROUP["weights"], "symmetric": 0}), "weights.symmetric = 0; it is true or"),
+    (scheme(weights={**GROUP["weights"], "group_size": "64"}), "weights.group_size = '64'"),
     (scheme(targets=["Embedding"]), "targets = "),
     (scheme(targets=["re:("]), "is no regular expression"),
 ]

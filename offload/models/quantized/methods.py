@@ -32,7 +32,7 @@ def read_method(folder: Path, key: str, entry: Any) -> Method:
     """
     options = _Options(folder, key, entry)
     name = options.get("quant_method")
-    if key != "quantization_config" or name not in _METHODS:
+    if key != "quantization_config" or not isinstance(name, str) or name not in _METHODS:
         known = ", ".join(_METHODS)
         options.refuse("quant_method", f"the methods that are read are {known}")
     return _METHODS[name](options)
@@ -72,6 +72,19 @@ class _Options:
             self.refuse(key, f"supported: {', '.join(map(repr, allowed))}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, "it is true or false")
+        return value
+
+    def texts(self, key: str, what: str) -> list[str]:
+        """A list of texts; an empty one where it is absent."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            self.refuse(key, f"it is a list of {what}")
+        return value
+
     def group(self, key: str = "group_size", default: int | None = None) -> int:
         """Columns of a group; 0 for whole rows."""
         size = self.get(key, default)
@@ -87,21 +100,19 @@ class _Options:
 
 def _gptq(options: _Options) -> Method:
     bits = options.need("bits", (4, 8))
-    order = options.get("desc_act", False)
+    order = options.flag("desc_act", False)
     layouts: dict[str, Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
     key = "checkpoint_format" if options.get("checkpoint_format") else "format"
     layout = layouts[options.need(key, tuple(layouts), "gptq")]
     options.need("pack_dtype", ("int32",), "int32")
-    if options.get("is_marlin_format", False):
+    if options.flag("is_marlin_format", False):
         options.refuse("is_marlin_format", "this packing is of one library's kernels")
     overrides = options.get("dynamic", {})
     if not isinstance(overrides, Mapping) or any(
         not str(pattern).startswith("-:") for pattern in overrides
     ):
         options.refuse("dynamic", "other options for single modules are not read")
-    form = WeightFormat(
-        "int4" if bits == 4 else "int8", layout, (1, options.group()), True, bool(order)
-    )
+    form = WeightFormat("int4" if bits == 4 else "int8", layout, (1, options.group()), True, order)
     return Method("gptq", (("qweight", "scales"),), lambda module: form)
 
 
@@ -166,10 +177,7 @@ def _compressed_tensors(options: _Options) -> Method:
         if not scheme.named():
             groups.refuse(group, "a preset's name says less than a scheme of weights")
         form = _scheme(scheme, common)
-        targets = scheme.get("targets", [])
-        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-            scheme.refuse("targets", "targets are names of modules or classes")
-        for target in targets:
+        for target in scheme.texts("targets", "names of modules or classes"):
             if target.startswith("re:"):
                 try:
                     re.compile(target[3:])
@@ -178,7 +186,7 @@ def _compressed_tensors(options: _Options) -> Method:
             elif target == "Embedding":
                 scheme.refuse("targets", "modules of this class are read where they are named")
             named.append((target, form))
-    ignored = options.get("ignore", [])
+    ignored = options.texts("ignore", "names of modules")
 
     def form_of(module: str) -> WeightFormat:
         found = [f for t, f in named if t == module]
@@ -211,7 +219,7 @@ def _scheme(scheme: _Options, common: str) -> WeightFormat:
     if inputs.named() and inputs.get("dynamic", False) is not True:
         inputs.refuse("dynamic", "activations with scales of their own are not computed here")
     form = scheme.get("format") or common
-    if form not in _FORMATS:
+    if not isinstance(form, str) or form not in _FORMATS:
         scheme.refuse("format", f"supported: {', '.join(_FORMATS)} (here {form!r})")
     layout, kind = _FORMATS[form]
     weights = scheme.at("weights")
@@ -227,7 +235,7 @@ def _scheme(scheme: _Options, common: str) -> WeightFormat:
     order = weights.get("actorder", False) in ("group", "dynamic", True)
     if weights.get("dynamic", False) is not False:
         weights.refuse("dynamic", "weights have scales that are stored")
-    size = weights.get("group_size")
+    size = None if weights.get("group_size") is None else weights.group()
     strategy = weights.need(
         "strategy",
         ("group", "channel", "tensor", "block")
@@ -244,7 +252,7 @@ def _scheme(scheme: _Options, common: str) -> WeightFormat:
         rows, columns = weights.get("block_structure")
         block = (rows, columns)
     assert block is not None
-    zeros = kind == "int" and weights.get("symmetric", True) is False
+    zeros = kind == "int" and not weights.flag("symmetric", True)
     number = "fp8" if kind == "float" else "int4" if bits == 4 else "int8"
     # With scales of the moment, activations may as well stay as they are where they are not int8
     # with a scale a row, or the weights' scales and zeros stand in the way: nothing is lost.
