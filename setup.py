@@ -34,6 +34,7 @@ FOR_SM90A = ("quant_gemm_wide",)
 # Where this is set, CUDA code is compiled in a third of the time, hardly optimised: for machines
 # without a GPU, where all there is to see is whether it compiles. The library refuses every GPU.
 CHECK_KERNELS = "OFFLOAD_CHECK_KERNELS"
+ONLY_CHECKED = f"built to be checked, as {CHECK_KERNELS} was set; no GPU is served"
 
 # Some files of the host library are compiled for more than the least x86-64: it looks what the CPU
 # has before it runs one. Never -march=native: what was built here may run elsewhere.
@@ -108,7 +109,10 @@ class BuildOptional(build_ext):
         else:
             package = Path(self.build_lib) / "offload"
         package.mkdir(parents=True, exist_ok=True)
-        report = json.dumps(self.reasons, indent=1, ensure_ascii=False) + "\n"
+        reasons = dict(self.reasons)
+        if only_checked() and KERNELS in reasons:
+            reasons[KERNELS] = reasons[KERNELS] or ONLY_CHECKED
+        report = json.dumps(reasons, indent=1, ensure_ascii=False) + "\n"
         (package / "_build.json").write_text(report, encoding="utf-8")
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -164,15 +168,14 @@ class BuildOptional(build_ext):
         code.append(f"-gencode=arch=compute_{last},code=compute_{last}")
         command = [nvcc, *ext.extra_compile_args]
         options = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
-        only_check = bool(os.environ.get(CHECK_KERNELS))
-        if only_check:
+        if only_checked():
             command.append("-DOFFLOAD_CHECK_ONLY")
             command += ["--Ofast-compile=max"] if "--Ofast-compile" in options else []
         commands = {source: [*command, *code] for source in ext.sources}
         if "sm_90a" in options:
             special = [source for source in ext.sources if Path(source).stem in FOR_SM90A]
             commands.update({source: [*command, *SM90A] for source in special})
-        self._build_library(ext, commands, [nvcc, "-shared"], "-check" if only_check else "")
+        self._build_library(ext, commands, [nvcc, "-shared"], "-check" if only_checked() else "")
 
     def _build_host(self, ext: HostLibrary) -> None:
         compiler = find_cxx()
@@ -204,6 +207,11 @@ class BuildOptional(build_ext):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             made = list(pool.map(compile_one, commands))
         run_compiler([*link, *made, "-o", str(target)])
+
+
+def only_checked() -> bool:
+    """Whether CUDA code is compiled for that alone."""
+    return bool(os.environ.get(CHECK_KERNELS))
 
 
 def find_nvcc() -> str | None:

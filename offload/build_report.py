@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def build_report() -> dict[str, str | None]:
-    """Each compiled part by module name: None where it was built, else the reason why not.
+    """Each compiled part by module name: None where it was built to be used, else why it was not.
 
     Empty where nothing was to be built, or where the package runs from a plain source folder.
     """

@@ -250,7 +250,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     cores = f"{host['paths'][-1]}, {threads}" if host["in_use"] else f"none; {host['reason']}"
     lines.append(f"kernels on CPU cores: {cores}")
     for part, reason in found["built"].items():
-        lines.append(f"compiled part {part}: {'built' if reason is None else f'no; {reason}'}")
+        state = "built" if reason is None else f"not in use; {reason}"
+        lines.append(f"compiled part {part}: {state}")
     if not found["built"]:
         lines.append("compiled parts: no record; the package runs from a plain source folder")
     return lines

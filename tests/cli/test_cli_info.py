@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import offload.build_report
 from offload import aio
 from offload.aio.backends import BACKENDS
 
@@ -50,3 +51,13 @@ def test_says_that_a_cgroup_is_the_limit(program: Any, monkeypatch: pytest.Monke
 def test_says_that_the_folder_is_a_file(program: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "file (a file!)" in program("info", "--offload-folder", tmp_path / "file").out
+
+
+def test_says_which_parts_are_of_no_use_and_why(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"one": None, "two": "no compiler was found"}
+    monkeypatch.setattr(offload.build_report, "build_report", lambda: parts)
+    out = program("info").out
+    assert "compiled part one: built\n" in out
+    assert "compiled part two: not in use; no compiler was found\n" in out

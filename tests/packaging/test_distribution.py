@@ -123,7 +123,8 @@ def test_extension_is_compiled_where_a_compiler_is() -> None:
     if compiler is None:
         pytest.skip("no C++ compiler on PATH")
     failed = {name: why for name, why in build_report().items() if why is not None}
-    assert {name: why for name, why in failed.items() if "nvcc was not found" not in why} == {}
+    expected = ("nvcc was not found", "built to be checked")
+    assert not [why for why in failed.values() if not any(text in why for text in expected)]
 
 
 def test_version_has_one_source(sdist: Path, installed: Path) -> None:
