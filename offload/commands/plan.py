@@ -18,7 +18,8 @@ from offload.commands.arguments import (
     positive,
 )
 from offload.commands.console import say
-from offload.scheduler.engine import ENGINES, FUSED, CpuAttention
+from offload.errors import UnsupportedError
+from offload.scheduler.engine import ENGINES, FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.estimate import Estimate
 from offload.scheduler.hardware import Hardware
 from offload.scheduler.model_profile import PRECISIONS, ModelProfile
@@ -67,10 +68,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=tuple(ENGINES),
-        default=FUSED.name,
+        choices=("auto", *ENGINES),
+        default="auto",
         help="who runs it: a plan has nothing that this engine does not do; any: all there is "
-        "(default: fused)",
+        "(default: fused where that can run the model, else transformers)",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -93,22 +94,15 @@ def add_parser(commands: Any) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, and print."""
-    engine = ENGINES[args.engine]
-    if args.kv_dtype == "int8":
-        if not engine.cpu_kv:
-            raise ValueError(
-                f"--kv-dtype int8 is for keys and values in CPU memory, and the engine "
-                f"{engine.name} keeps none there; take --engine {FUSED.name}"
-            )
-        engine = replace(engine, int8_kv=True)
-    model = replace(_profile(args.model), engine=engine)
+    model = _profile(args.model)
+    model = replace(model, engine=_engine(args.engine, args.kv_dtype, model))
     hardware = _hardware(args.hardware)
     job = Job(args.prompt_len, args.gen_len, args.batch)
     budget = _budget(max_memory(args.max_memory), hardware)
     planned = plan_job(model, hardware, budget, job, Goal(args.goal), args.weights)
     if args.json:
         facts = {"model": model.name, "machine": hardware.machine.fingerprint}
-        facts["kv_dtype"] = args.kv_dtype
+        facts |= {"engine": model.engine.name, "kv_dtype": args.kv_dtype}
         print(json.dumps({**facts, **planned.as_dict()}))
     else:
         print("\n".join(table(model, hardware, planned)))
@@ -121,6 +115,27 @@ def _weights(text: str) -> tuple[str, ...]:
         if name not in PRECISIONS:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PRECISIONS)}")
     return names
+
+
+def _engine(name: str, kv_dtype: str, model: ModelProfile) -> Engine:
+    """The engine of this name that can run the model, with keys and values of that type."""
+    if name == FUSED.name and model.unfused:
+        raise UnsupportedError(
+            f"--engine {name} cannot run {model.name}: {model.unfused}; leave it out to plan for "
+            "the model's own modules"
+        )
+    if name == "auto":
+        name = TRANSFORMERS.name if model.unfused else FUSED.name
+    engine = ENGINES[name]
+    if kv_dtype != "int8":
+        return engine
+    if not engine.cpu_kv:
+        why = f" ({model.unfused})" if model.unfused else f"; take --engine {FUSED.name}"
+        raise ValueError(
+            "--kv-dtype int8 is for keys and values in CPU memory, and the engine "
+            f"{engine.name} keeps none there{why}"
+        )
+    return replace(engine, int8_kv=True)
 
 
 def _profile(name: str) -> ModelProfile:
@@ -187,6 +202,8 @@ def table(model: ModelProfile, hardware: Hardware, planned: Planned) -> list[str
     for row in columns[0]:
         lines.append(f"  {row:<30}" + "".join(f"{column[row]:>22}" for column in columns))
     lines.append(f"limit: {planned.choice.limit}; {_busy(planned.choice)}")
+    if model.engine is TRANSFORMERS and model.unfused:
+        lines.append(f"engine: transformers; {model.unfused}")
     if model.engine.int8_kv:
         lines.append("keys and values in CPU memory are int8, with a scale a token and head")
     full = planned.choice.full(budget)

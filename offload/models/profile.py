@@ -37,6 +37,7 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
     shape = ModelShape.of(model.config)
     query_width = _query_width(model.config, shape)
+    score_heads, unfused = _fused_blocks(model)
     return ModelProfile(
         name=name,
         layers=tuple(_layer(layer, model.config) for layer in layers.values()),
@@ -51,7 +52,8 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
         kv_heads=max(1, shape.kv_width * shape.heads // max(1, 2 * query_width)),
         group=max(1, 2 * query_width // max(1, shape.kv_width)),
         vocabulary=shape.vocabulary,
-        score_heads=_score_heads(model),
+        score_heads=score_heads,
+        unfused=unfused,
     )
 
 
@@ -124,14 +126,14 @@ def folder_profile(folder: Path, dtype: torch.dtype | None = None) -> ModelProfi
     return config_profile(config, str(folder), dtype)
 
 
-def _score_heads(model: PreTrainedModel) -> float:
-    """Of the fused block, where that can run the model."""
+def _fused_blocks(model: PreTrainedModel) -> tuple[float, str]:
+    """Heads whose scores the fused block writes, a layer's mean; or why there is no such block."""
     try:
         layers = describe_layers(model).specs
-    except CannotExpress:
-        return 0.0
+    except CannotExpress as error:
+        return 0.0, f"no fused block expresses {error}"
     written = (x.layout.heads for x in layers if x.softcap or x.slopes is not None)
-    return sum(written) / len(layers)
+    return sum(written) / len(layers), ""
 
 
 def _query_width(config: PreTrainedConfig, shape: ModelShape) -> int:

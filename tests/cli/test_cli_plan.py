@@ -84,6 +84,23 @@ def test_a_folder_is_planned_without_its_weights(program: Any, rates: Path, tmp_
     assert found["choice"]["setting"]["weights"] == "int4"
 
 
+def test_a_plan_is_for_an_engine_that_runs_the_model(program: Any, rates: Path) -> None:
+    """Keys and values of experts' models stay on the GPU, as no fused block runs these."""
+    limits = ("--hardware", rates, "--max-memory", "0=4MiB", "--batch", "8")
+    done = program("plan", "tiny-moe", *limits)
+    assert (done.code, done.err) == (0, "")
+    assert "engine: transformers; no fused block expresses the family 'mixtral'" in done.out
+    assert not re.search(r"KV cache on GPU / CPU +.*/ [1-9]", done.out)
+    assert json.loads(program("plan", "tiny-moe", *limits, "--json").out)["engine"] == (
+        "transformers"
+    )
+    assert json.loads(program("plan", "tiny", *limits, "--json").out)["engine"] == "fused"
+    done = program("plan", "tiny-moe", *limits, "--engine", "fused")
+    assert done.code == 2 and "--engine fused cannot run tiny-moe: no fused block" in done.err
+    done = program("plan", "tiny-moe", *limits, "--kv-dtype", "int8")
+    assert done.code == 2 and "keeps none there (no fused block expresses" in done.err
+
+
 def test_a_budget_that_cannot_hold_it_says_the_least(program: Any, rates: Path) -> None:
     def plan(size: object) -> Any:
         return program("plan", "opt-30b", "--hardware", rates, "--max-memory", f"0={size}")
