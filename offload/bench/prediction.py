@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from offload.scheduler.estimate import Estimate
 from offload.scheduler.setting import Goal
 
 GIB = 1 << 30
-GENERATIONS = 3  # the first allocates
+GENERATIONS = 3  # at least; the first allocates
+MOST_GENERATIONS, SECONDS = 20, 2.0  # short jobs are run often: a moment's disturbance is long then
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,7 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) 
                 torch.cuda.empty_cache()  # of what made random weights
             found = model.offload.planned.choice
             how = found.setting
-            work = Workload(how.batch, prompt, gen, GENERATIONS)
+            work = Workload(how.batch, prompt, gen, _generations(found.seconds))
             parts = how.micro_batch if how.micro_batch < how.batch else None
             timing = measure(model, work, device, parts)
             peak = gpu_peaks(device)[0]
@@ -246,12 +248,17 @@ def _run(row: Row, device: torch.device, prompt: int, gen: int, pictures: bool) 
                 row.pictures = _pictures(model, work, found, device)
     row.layers = (how.resident, how.cpu, how.nvme)
     row.batch, row.on_cpu, row.limit = how.batch, how.cpu_sequences, found.limit
-    # The quicker of those behind the first: whatever else the machine does only adds to it.
+    # The quickest of those behind the first: whatever else the machine does only adds to it.
     row.prefill = (found.prefill_seconds, min(timing.prefills[1:]))
     if timing.step is not None:
         row.step = (found.decode.seconds, timing.step)
     row.rate = (found.rate, how.batch * gen / min(timing.totals[1:]))
     row.gpu = (found.memory.device, peak) if device.type == "cuda" else None
+
+
+def _generations(seconds: float) -> int:
+    """How often to run a job that is predicted to take so long."""
+    return max(GENERATIONS, min(MOST_GENERATIONS, math.ceil(SECONDS / seconds)))
 
 
 def _pictures(model: Any, work: Workload, found: Estimate, device: torch.device) -> list[str]:
