@@ -57,7 +57,15 @@ class Report:
 
     @property
     def achieved(self) -> str:
-        """What passes did cost, against the bound: one line."""
+        """What passes did cost, against the bound: one line that can stand alone."""
+        predicted = self.predicted_seconds
+        if not self.pass_seconds or predicted is None:
+            return self._achieved
+        return f"{self._achieved} ({predicted * 1e3:.1f} ms: {self.rates})"
+
+    @property
+    def _achieved(self) -> str:
+        """The same below a line that has the bound."""
         median, predicted = self.median_seconds, self.predicted_seconds
         if median is None:
             return "achieved: no pass so far"
@@ -65,10 +73,8 @@ class Report:
         text = f"achieved: {passes}, median {median * 1e3:.1f} ms"
         if predicted is None:
             return text
-        return (
-            f"{text}, {format_size(self.loaded_bytes)} moved, {predicted / median:.0%} of the "
-            f"bound ({predicted * 1e3:.1f} ms: {self.rates})"
-        )
+        moved = format_size(self.loaded_bytes)
+        return f"{text}, {moved} moved, {predicted / median:.0%} of the bound"
 
     @property
     def busy(self) -> Mapping[str, float]:
@@ -169,16 +175,7 @@ class Report:
             f"{format_size(plan.budget.device)}"
         )
         lines += [f"  {line}" for line in self._plan_lines()]
-        predicted = self.predicted_seconds
-        if predicted is not None:
-            lines.append(f"  bound of a pass: {predicted * 1e3:.1f} ms ({self.rates})")
-        if self.passes:
-            lines.append(f"  {self.achieved}")
-            lines += [
-                f"  {name}: predicted to work {self.busy[name] * 1e3:.1f} ms of a pass, which is "
-                f"{share:.0%} of the median"
-                for name, share in self.busy_shares.items()
-            ]
+        lines += [f"  {line}" for line in self._pass_lines()]
         lines += [
             f"  {format_count(count, 'call')} ran on transformers' modules: {reason}"
             for reason, count in self.unserved.items()
@@ -188,14 +185,43 @@ class Report:
             lines += [f"  {line}" for line in self.picture.lines(self.predicted)]
         return "\n".join(lines)
 
+    def _pass_lines(self) -> list[str]:
+        """The bound of a pass and whose it is, what passes did cost, and how that compares with
+        the plan and with the work of what is not the bound.
+        """
+        lines = []
+        predicted, others = self.predicted_seconds, dict(self.busy_shares)
+        if predicted is not None:
+            slowest = max(self.busy, key=lambda name: self.busy[name])
+            others.pop(slowest, None)
+            lines.append(
+                f"bound of a pass: {predicted * 1e3:.1f} ms, the {slowest}'s ({self.rates})"
+            )
+        if not self.passes:
+            return lines
+        lines.append(self._achieved)
+        lines += [
+            f"{name}: predicted to work {self.busy[name] * 1e3:.1f} ms of a pass, which is "
+            f"{share:.0%} of the median"
+            for name, share in others.items()
+        ]
+        planned, median = self.planned, self.median_seconds
+        if planned is not None and median is not None and planned.choice.job.gen > 2:
+            how, step = planned.choice.setting, planned.choice.decode.seconds
+            lines.append(  # most passes are decode steps
+                f"the median pass, of whatever batch, took {median / step:.3f} times what was "
+                f"predicted for a decode step of batch {how.batch}"
+            )
+        return lines
+
     def _plan_lines(self) -> list[str]:
-        """What was planned and predicted, and how the median pass compares."""
+        """What was planned and predicted."""
         if self.planned is None:
             return []
         found = self.planned.choice
         job, how, decode = found.job, found.setting, found.decode
         busy = sorted(decode.busy.items(), key=lambda pair: -pair[1])
-        lines = [
+        return [
             f"planned for {self.planned.goal.value}: batch {how.batch} of {job.prompt} + {job.gen} "
             f"tokens, keys and values of {how.cpu_sequences} in CPU memory"
             + (", which come up for attention" if how.attention is CpuAttention.GPU else "")
@@ -205,14 +231,6 @@ class Report:
             "predicted to work in a decode step: "
             + ", ".join(f"{name} {_duration(seconds)}" for name, seconds in busy),
         ]
-        if self.median_seconds is not None and job.gen > 2:  # most passes are decode steps then
-            share = self.median_seconds / decode.seconds - 1
-            lines.append(
-                f"a decode step of batch {how.batch}: predicted {_duration(decode.seconds)}, the "
-                f"median pass, of whatever batch, took {_duration(self.median_seconds)} "
-                f"({share:+.1%})"
-            )
-        return lines
 
 
 def _duration(seconds: float) -> str:

@@ -27,8 +27,11 @@ def test_predicted_against_achieved_by_resource() -> None:
     assert found.busy_shares == pytest.approx({"link": 0.16, "disk": 0.8})
     assert found.predicted_seconds == 0.4
     lines = str(found).splitlines()
-    assert "  disk: predicted to work 400.0 ms of a pass, which is 80% of the median" in lines
+    assert "  bound of a pass: 400.0 ms, the disk's (link 50.00 GB/s, disk 5.00 GB/s)" in lines
+    assert "  achieved: 3 passes, median 500.0 ms, 0 B moved, 80% of the bound" in lines
     assert "  link: predicted to work 80.0 ms of a pass, which is 16% of the median" in lines
+    assert not [line for line in lines if "disk: predicted" in line]
+    assert found.achieved.endswith("80% of the bound (400.0 ms: link 50.00 GB/s, disk 5.00 GB/s)")
     assert found.as_dict()["busy_shares"] == dict(found.busy_shares)
 
 
@@ -42,3 +45,4 @@ def test_a_rate_that_is_not_known_is_left_out() -> None:
     found = report(Rates(link=50 * GB), 0.5)
     assert found.busy_shares == pytest.approx({"link": 0.16})
     assert found.predicted_seconds is None
+    assert "  link: predicted to work 80.0 ms of a pass, which is 16% of the median" in str(found)

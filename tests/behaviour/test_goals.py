@@ -85,7 +85,7 @@ def test_what_was_planned_is_what_runs(
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(tokens, greedy(plain, how.batch))
     assert f"planned for {goal}: batch {how.batch} of 12 + 4 tokens" in str(report)
-    assert f"a decode step of batch {how.batch}: predicted " in str(report)
+    assert f"times what was predicted for a decode step of batch {how.batch}" in str(report)
     assert report.predicted["pass"] == found.decode.seconds
     assert report.predicted["link up"] == found.decode.busy["link up"]
     told = json.loads(json.dumps(report.as_dict()))["planned"]["choice"]["setting"]
