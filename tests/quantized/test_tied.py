@@ -12,6 +12,7 @@ from typing import Any
 import folders
 import pytest
 import torch
+import variants
 
 import offload
 from offload.checkpoint import open_checkpoint
@@ -100,6 +101,22 @@ def test_left_as_it_is(source: Source, tmp_path: Path, asked: Any) -> None:
     assert config(out)["tie_word_embeddings"]
     # Other engines take the class Linear for all of them.
     assert HEAD in config(out)["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_a_setting_that_parts_more_than_the_head(tmp_path: Path, name: str) -> None:
+    """Of BERT the head's bias, which no tensor is there for; and T5 scales what a tied head gets,
+    as far as its config.json does not say another thing.
+    """
+    folder = variants.save(name, tmp_path)
+    said = config(folder)
+    for key in ("tie_word_embeddings", "scale_decoder_outputs"):
+        said.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(said))
+    asked = {"lm_head|predictions.decoder": "int8-channel"}
+    with pytest.raises(UnsupportedError, match="has no setting that parts them"):
+        offload.pack(folder, tmp_path / "out", asked)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_model_that_cannot_be_untied(source: Source) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -13,6 +14,7 @@ from offload.checkpoint import Checkpoint
 from offload.checkpoint.expressions import extents_of
 from offload.checkpoint.extent import Extent
 from offload.checkpoint.lazy import LazyTensor
+from offload.checkpoint.weight_files import read_config
 from offload.errors import UnsupportedError
 from offload.models.modules import Binding, Shared, find_layers, shared_parameters
 from offload.models.quantized.wanted import Wanted, Wishes
@@ -70,6 +72,7 @@ class _Choosing:
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, wishes: Wishes) -> None:
         self._model, self._tensors, self._wishes = model, checkpoint.tensors, wishes
+        self._folder = checkpoint.folder
         # Later tensors first: of several at one place the first has the name.
         self._by_place = {
             (e.file, e.offset, e.nbytes): n for n, e in reversed(self._tensors.items())
@@ -120,7 +123,7 @@ class _Choosing:
             linear[embeddings] = (module,)
             return
         linear[head.name] = (module,)
-        _check_untied(self._model, head.name, self._wishes)
+        _check_untied(self._model, head.name, self._folder, self._wishes)
         self._add(head.name, embeddings, of_head)
         self._choice.untied = True
         self._seen.add(head.name)
@@ -148,18 +151,31 @@ def _module_of(binding: Binding) -> str:
     return binding.name.rpartition(".")[0]
 
 
-def _check_untied(model: PreTrainedModel, name: str, wishes: Wishes) -> None:
-    """Refuse to part a head from the embeddings where config.json has no word for that."""
+def _check_untied(model: PreTrainedModel, name: str, folder: Path, wishes: Wishes) -> None:
+    """Refuse to part a head from the embeddings where config.json has no word for that alone."""
     config = model.config
     one = (
         getattr(config, "tie_word_embeddings", None) is True and config.get_text_config() is config
     )
-    if not one or not name.endswith(WEIGHT):
+    if not one or not name.endswith(WEIGHT) or not _parts_them_alone(model, name, folder):
         raise UnsupportedError(
             f"quantization: {name} is the embeddings' tensor, and other patterns decide about "
             f"those; {type(model).__name__} has no setting that parts them: let one pattern of "
             f"{[pattern for pattern, _ in wishes.patterns]} name both, or neither"
         )
+
+
+def _parts_them_alone(model: PreTrainedModel, name: str, folder: Path) -> bool:
+    """Whether tie_word_embeddings = false changes nothing but the head `name`: it may part biases,
+    too (BERT), and scale what the head is given (T5).
+    """
+    said, setting = read_config(folder), {"tie_word_embeddings": False}
+    tied = type(model.config).from_dict(said)
+    apart = type(model.config).from_dict(said | setting)
+    others = set(getattr(model, "all_tied_weights_keys", None) or {}) - {name}
+    if others and not apart.tie_word_embeddings:
+        return False
+    return tied.to_dict() | setting == apart.to_dict() | setting
 
 
 def _tensors(shared: Shared, by_place: Mapping[tuple[str, int, int], str]) -> Iterator[str]:
