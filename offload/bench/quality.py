@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from offload.api import run
 from offload.bench.table import format_table
 from offload.checkpoint import resolve_model
+from offload.models.limits import check_tokens, positions
 from offload.models.quantized.wanted import Wishes
 
+MOST_LOSS = 700.0  # nats; e to a little more is no number
 WINDOW = 1024  # tokens that are predicted from no more than those before them in their window
 
 
@@ -32,7 +34,12 @@ class Reading:
     @property
     def perplexity(self) -> float:
         """e to the mean loss."""
-        return math.exp(statistics.fmean(self.losses))
+        return math.exp(self.loss)
+
+    @property
+    def loss(self) -> float:
+        """The mean."""
+        return statistics.fmean(self.losses)
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,14 @@ class Quality:
         return self.quantised.perplexity / self.plain.perplexity - 1
 
     @property
-    def error(self) -> float:
-        """Standard error of `change`: by how much another text of this kind would move it."""
+    def error(self) -> float | None:
+        """Standard error of `change`: by how much another text of this kind would move it; None
+        where one token is all that was predicted.
+        """
         pairs = zip(self.quantised.losses, self.plain.losses, strict=True)
         differences = [q - p for q, p in pairs]
         if len(differences) < 2:
-            return math.nan
+            return None
         spread = statistics.stdev(differences) / math.sqrt(len(differences))
         return (1 + self.change) * spread
 
@@ -76,9 +85,10 @@ class Quality:
         for r in (self.plain, self.quantised):
             rows.append((r.name, f"{r.weight_bytes / 1e6:.1f}", f"{r.perplexity:.4f}"))
         lines = "\n".join(format_table(rows))
+        error = "unknown" if self.error is None else f"{self.error:.2%}"
         return (
             f"{lines}\n\n{len(self.plain.losses)} tokens; perplexity {self.change:+.2%} "
-            f"(standard error {self.error:.2%})"
+            f"(standard error {error})"
         )
 
 
@@ -96,7 +106,8 @@ def measure_quality(
     the folder `against`, which holds them); of the text its first `tokens`. `options` are
     those of `offload.run`.
 
-    Raises ValueError for a text or window of fewer than two tokens.
+    Raises ValueError for a text or window of fewer than two tokens, a model that cannot read them
+    or does not predict the next one, and losses of which nothing could be told.
     """
     if (quantization is None) == (against is None):
         raise ValueError(
@@ -126,9 +137,33 @@ def _read(
     name: str, model: str, ids: torch.Tensor, window: int, options: dict[str, Any]
 ) -> Reading:
     with run(model, **options) as network:  # type: ignore[attr-defined]
+        _check_reader(network, ids, window)
         plan = network.offload.plan
         nbytes = plan.outside_bytes + sum(layer.weight_bytes for layer in plan.layers)
-        return Reading(name, tuple(token_losses(network, ids, window)), nbytes)
+        found = Reading(name, tuple(token_losses(network, ids, window)), nbytes)
+    if not found.loss < MOST_LOSS:  # NaN, too
+        raise ValueError(
+            f"{model} ({name}) has a mean loss of {found.loss:.6g} nats: its numbers overflow "
+            "(--dtype bfloat16 or float32 has a wider range), or its weights are damaged"
+        )
+    return found
+
+
+def _check_reader(model: PreTrainedModel, ids: torch.Tensor, window: int) -> None:
+    """Refuse a model that cannot read the text, or whose answer is no prediction of it."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} does not predict a text's next token from those before it, "
+            "and this is the perplexity of models that do"
+        )
+    check_tokens(model, ids)
+    limit, learnt = positions(model.config)
+    longest = min(window, ids.shape[1])
+    if limit is not None and learnt and longest > limit:
+        raise ValueError(
+            f"a window of {longest} tokens is more than the model's {limit} positions: pass "
+            f"--window {limit}"
+        )
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, window: int) -> list[float]:

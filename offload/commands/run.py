@@ -177,7 +177,10 @@ def _generate(
     import torch
     from transformers import TextStreamer
 
+    from offload.models.limits import check_tokens
+
     length = inputs["input_ids"].shape[1]
+    check_tokens(model, inputs["input_ids"])
     _check_length(model.config, length, args.max_new_tokens)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     temperature = {} if args.temperature is None else {"temperature": args.temperature}
@@ -207,13 +210,19 @@ def _generate(
 
 
 class _FirstToken:
-    """A logits processor that changes nothing and notes when the first token was known."""
+    """A logits processor that changes nothing and notes when the first token was known. Raises
+    ValueError for logits of which none could be chosen.
+    """
 
     time = float("nan")
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         if self.time != self.time:
-            scores[:1, :1].cpu()  # a GPU may be behind
+            if bool(scores.isnan().any()):  # waits for a GPU, which may be behind
+                raise ValueError(
+                    "the model's logits are NaN: its numbers overflow (--dtype bfloat16 or float32 "
+                    "has a wider range), or its weights are damaged"
+                )
             self.time = time.perf_counter()
         return scores
 
@@ -235,13 +244,13 @@ def _check_generation(args: argparse.Namespace) -> None:
 
 
 def _check_length(config: Any, prompt: int, new: int) -> None:
-    """A learnt position embedding ends in an index error that says nothing; others only degrade."""
-    text = config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "n_positions")
-    limit = next((v for n in names if isinstance(v := getattr(text, n, None), int)), None)
-    if limit is None or config.is_encoder_decoder or prompt + new <= limit:
+    """Refuse positions that are not there; those beyond others only degrade."""
+    from offload.models.limits import positions
+
+    limit, learnt = positions(config)
+    if limit is None or prompt + new <= limit:
         return
     says = f"{prompt} prompt tokens and {new} new ones are more than the model's {limit} positions"
-    if getattr(text, "rope_parameters", None) is None:
+    if learnt:
         raise ValueError(f"{says}; lower --max-new-tokens or shorten the prompt")
     print(f"offload: warning: {says}", file=sys.stderr)

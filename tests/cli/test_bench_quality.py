@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import variants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.bench import quality
@@ -80,6 +82,55 @@ def test_what_goes_wrong_is_one_line_before_a_model_is_read(
     done = program("bench", "quality", chat_model, "--text", text, *arguments)
     assert (done.code, done.out) == (2, "")
     assert message in done.err and len(done.err.splitlines()) == 1
+
+
+@pytest.fixture
+def with_tokenizer(chat_model: Path, tmp_path: Path) -> Any:
+    """`with_tokenizer(name, std=...)`: a variant's folder with the tokenizer of `chat_model`."""
+
+    def save(name: str, dtype: torch.dtype = torch.float32, **arguments: Any) -> Path:
+        folder = tmp_path / name
+        variants.build(name, **arguments).to(dtype).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(chat_model).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def test_a_model_that_cannot_read_the_text(
+    program: Any, with_tokenizer: Any, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would fail an assertion, and be of no use from then on."""
+    llama = variants.VARIANTS["llama"]
+    few = replace(llama, arguments=llama.arguments | {"vocab_size": 50})
+    monkeypatch.setitem(variants.VARIANTS, "few words", few)
+    for name, message in (
+        ("gpt2", "a window of 70 tokens is more than the model's 64 positions: pass --window 64"),
+        ("bert", "BertForMaskedLM does not predict a text's next token"),
+        ("t5", "T5ForConditionalGeneration does not predict a text's next token"),
+        ("few words", "makes the token 122 of the text, and the model has 50 embeddings"),
+    ):
+        asked = ("--text", text, "--weights", "int8-channel")
+        done = program("bench", "quality", with_tokenizer(name), *asked)
+        assert (done.code, done.out) == (2, "") and message in done.err
+        assert len(done.err.splitlines()) == 1
+
+
+def test_losses_that_are_no_numbers(program: Any, with_tokenizer: Any, text: Path) -> None:
+    folder = with_tokenizer("llama", torch.float16, std=30.0)
+    done = program("bench", "quality", folder, "--text", text, "--weights", "int8-channel")
+    assert (done.code, done.out) == (2, "") and len(done.err.splitlines()) == 1
+    assert f"{folder} (plain) has a mean loss of nan nats: its numbers overflow" in done.err
+
+
+def test_one_prediction_has_no_standard_error(
+    program: Any, chat_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "two.txt"
+    file.write_text("w3 w4")
+    asked = ("bench", "quality", chat_model, "--text", file, "--weights", "int8-channel")
+    assert json.loads(program(*asked, "--json").out)["standard_error"] is None
+    assert "(standard error unknown)" in program(*asked).out
 
 
 def test_a_plain_model_answers_with_quantised_weights(program: Any, chat_model: Path) -> None:

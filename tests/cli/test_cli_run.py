@@ -8,11 +8,13 @@ import logging
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import variants
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -163,6 +165,24 @@ def test_limits_reach_the_plan(program: Any, chat_model: Path) -> None:
     assert (report["tiers"]["nvme"]["layers"], report["tiers"]["cpu"]["layers"]) == (2, 1)
     tight = program("run", chat_model, "--prompt", "w5", "--max-memory", "cpu=2KB")
     assert tight.code == 2 and "1.953 KiB" in tight.err
+
+
+def test_tokens_and_logits_that_are_none(
+    program: Any, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = variants.VARIANTS["llama"]
+    few = replace(llama, arguments=llama.arguments | {"vocab_size": 50})
+    monkeypatch.setitem(variants.VARIANTS, "few words", few)
+    for model, message in (
+        (variants.build("few words"), "the model has 50 embeddings: this is another model's"),
+        (variants.build("llama", std=30.0).half(), "the model's logits are NaN"),
+    ):
+        folder = tmp_path / message[:9]
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(chat_model).save_pretrained(folder)
+        for more in ([], ["--sample"]):
+            done = program("run", folder, "--prompt", "w100", "--no-chat", "--json", *more)
+            assert (done.code, done.out) == (2, "") and message in done.err
 
 
 def test_learnt_positions_are_not_exceeded(
