@@ -224,5 +224,9 @@ def quantization(args: argparse.Namespace) -> str | dict[str, str] | None:
         pattern, equals, form = text.rpartition("=")
         if not equals or not pattern:
             raise ValueError(f"--weights-of {text!r} is not PATTERN=FORMAT, as in lm_head=int8")
+        if pattern == "default":
+            raise ValueError(f"--weights-of {text!r}: the format of all else is that of --weights")
+        if pattern in found:
+            raise ValueError(f"--weights-of has {pattern!r} twice ({found[pattern]} and {form})")
         found[pattern] = form
     return found | ({"default": args.weights} if args.weights else {})

@@ -33,6 +33,11 @@ def test_a_folder_is_written_and_named(program: Any, chat_model: Path, tmp_path:
         (["--weights", "int3"], "'int3' is no format for weights; use int4, int8"),
         (["--weights", "int4"], "32 inputs do not divide into groups of 64"),
         (["--weights", "int8", "--weights-of", "lm_head"], "'lm_head' is not PATTERN=FORMAT"),
+        (
+            ["--weights", "int8", "--weights-of", "lm_head=fp8", "--weights-of", "lm_head=none"],
+            "--weights-of has 'lm_head' twice (fp8 and none)",
+        ),
+        (["--weights", "int8", "--weights-of", "default=fp8"], "of all else is that of --weights"),
         (["--weights", "int8-channel", "--weights-of", "x=int4"], "'x' is found in the name of no"),
         (["--weights", "int4", "--device", "tpu"], "device='tpu' is not a device"),
     ],

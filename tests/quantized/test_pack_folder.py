@@ -138,6 +138,7 @@ def test_heads_and_embeddings_where_asked(source: Source, tmp_path: Path) -> Non
     [
         ("llama", {"nosuch": "int4"}, ValueError, "'nosuch' is found in the name of no weight"),
         ("llama", {"default": "int4", "norm": "int8"}, ValueError, "'norm' is found in the name"),
+        ("llama", {"default": "int4", ".": "none"}, ValueError, r"left to quantise: \['.'\] leave"),
         ("llama", "int4-g128", ValueError, r"q_proj.weight \(.*: 64 inputs do not divide into gr"),
     ],
 )

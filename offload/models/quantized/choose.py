@@ -220,6 +220,11 @@ def _check_found(
                 f"quantization: {pattern!r} is found in the name of no weight of "
                 f"{type(model).__name__} that can be quantised"
             )
+    if not any(w.wanted for w in weights) and any(matched.values()):
+        raise ValueError(
+            f"quantization: nothing is left to quantise: {list(matched)} leave all weights of "
+            f"{type(model).__name__} as they are"
+        )
     if not any(w.wanted for w in weights):
         raise UnsupportedError(
             f"{type(model).__name__} has no weight that can be quantised: its layers have no "
