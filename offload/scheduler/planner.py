@@ -115,8 +115,22 @@ class _Search:
         best = found[0].score(self._goal)
         equal = [e for e in found if e.score(self._goal) >= best * (1 - TIE)]
         choice = min(equal, key=lambda e: (e.setting.complexity, -e.score(self._goal)))
+        if self._job.batch is None:
+            choice = self._fewer(choice, best * (1 - TIE))
         other = next((e for e in found if e.setting.family != choice.setting.family), None)
         return Planned(choice, other, self._goal, self._budget, len(self._known))
+
+    def _fewer(self, found: Estimate, least: float) -> Estimate:
+        """`found` with its sequences halved for as long as the score is no less than `least`, and
+        decode steps give about as many tokens: more than keep the machine busy only take longer.
+        """
+        steps = found.decode_rate * (1 - TIE)
+        while found.setting.batch > 1:
+            half = self._offer(found.setting.halved())
+            if half.score(self._goal) < least or half.decode_rate < steps:
+                break
+            found = half
+        return found
 
     def _climb(self, point: Point) -> None:
         """Move from `point` to better neighbours until there is none."""

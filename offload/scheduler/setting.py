@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offload.scheduler.engine import CpuAttention
@@ -123,6 +123,18 @@ class Setting:
             int(self.nvme > 0),
             self.decode_micro_batches,
             self.prefill_passes,
+        )
+
+    def halved(self) -> Setting:
+        """The same with half the sequences, in half as many parts."""
+        on_cpu, parts = self.cpu_sequences // 2, self.decode_micro_batches
+        return replace(
+            self,
+            gpu_sequences=-(-self.gpu_sequences // 2),
+            cpu_sequences=on_cpu,
+            attention=self.attention if on_cpu else CpuAttention.NONE,
+            decode_micro_batches=min(parts, on_cpu) if self.in_turns else max(1, parts // 2),
+            prefill_passes=max(1, self.prefill_passes // 2),
         )
 
     def tiers(self) -> tuple[Tier, ...]:

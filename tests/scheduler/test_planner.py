@@ -276,6 +276,47 @@ def test_the_simpler_plan_is_kept_where_it_ties() -> None:
     assert both.choice.setting.weights == "fp16" and both.choice.setting.streamed == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "budget", "job", "full"),
+    [
+        (OPT_13B, Budget(400 * GIB, 0), Job(8, 6), 4096),  # memory for far more than gain
+        (OPT_13B, Budget(400 * GIB, 0), Job(512, 32), 800),
+        (OPT_13B, Budget(24 * GIB, 110 * GIB), Job(512, 32), None),  # a stream wants all that fit
+        (OPT_30B, Budget(24 * GIB, 110 * GIB), Job(512, 32), None),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_no_more_sequences_than_keep_the_machine_busy(
+    model: ModelProfile, budget: Budget, job: Job, full: int | None
+) -> None:
+    choice = plan_job(model, H200, budget, job).choice
+    how = choice.setting
+    fewer = estimate(model, H200, job, how.halved())
+    assert fewer.setting.batch in (how.batch // 2, how.batch // 2 + 1)
+    assert min(fewer.rate / choice.rate, fewer.decode_rate / choice.decode_rate) < 1 - TIE / 10
+    if full is None:
+        on_gpu = how.gpu_sequences + max(2, how.gpu_sequences // 10)
+        assert not footprint(model, job, replace(how, gpu_sequences=on_gpu)).fits(budget)
+        return
+    assert how.batch < full
+    every = estimate(model, H200, job, replace(how, gpu_sequences=full))
+    assert every.memory.fits(budget)
+    assert choice.rate >= (1 - TIE) * every.rate
+    assert choice.decode_rate >= (1 - TIE) * every.decode_rate
+
+
+def test_half_the_sequences() -> None:
+    base = Setting("fp16", 0, 4, 0, 1, 5, 3, CpuAttention.CPU, 512, 1, 2)
+    assert base.in_turns
+    half = base.halved()
+    assert (half.gpu_sequences, half.cpu_sequences, half.in_turns) == (3, 1, False)
+    last = half.halved()
+    assert (last.gpu_sequences, last.cpu_sequences) == (2, 0)
+    assert last.attention is CpuAttention.NONE and last.halved().batch == 1
+    lockstep = replace(base, cpu_sequences=0, attention=CpuAttention.NONE, decode_micro_batches=4)
+    assert lockstep.halved().decode_micro_batches == 2 and not lockstep.halved().in_turns
+
+
 def test_int8_holds_more_sequences_in_cpu_memory() -> None:
     """OPT-30B with 24 GiB on the GPU, where 110 GiB beside it are full in 16 bits."""
     budget, job = Budget(24 * GIB, 110 * GIB), Job(512, 32)
