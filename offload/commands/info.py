@@ -111,7 +111,7 @@ def rate_lines(hardware: Hardware) -> list[str]:
         ("a small kernel behind another one", hardware.kernel),
         ("launch of a kernel", hardware.launch),
         ("the same when the host has waited for CPU cores", hardware.launch_after_cores),
-        ("a call made and checked for it", hardware.call),
+        ("a layer of a prompt issued", hardware.prompt_layer),
         ("the way to CPU cores and back", hardware.exchange),
     ):
         if seconds is not None:

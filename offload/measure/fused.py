@@ -1,5 +1,5 @@
 """Rates of the fused engine's own parts: products of few rows and attention on the compute device,
-and the time of making and issuing its calls.
+and the host's time for a layer of a prompt.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import current_stream
 from offload.kernels.linear import Linear
+from offload.kernels.norm import Norm
+from offload.kernels.qkv import QkvLayout
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.random_weight import random_stored, stored_bytes
 from offload.kernels.residual_norm import ResidualNorm
+from offload.kernels.rotary import RotaryAppend
 from offload.kernels.scores import Scores
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
@@ -33,10 +37,13 @@ DTYPE = torch.bfloat16
 # As resident layers keep them.
 FORMATS = {name: WeightFormat(name, "panels", (1, 64)) for name in ("int8", "int4")}
 ROUNDS, CALLS, PROMPT_CALLS = 5, 1000, 4
+# Layers issued in a row, fewer than the driver's queue holds; and how often: over a second, since a
+# virtual machine's core may be slow for a good part of one.
+LAYERS, LAYER_ROUNDS = 50, 50
 
 
 # The rates of a `Hardware` that are measured here.
-RATES = ("few_rows", "prompt_attention", "gpu_attention", "kernel", "call")
+RATES = ("few_rows", "prompt_attention", "gpu_attention", "kernel")
 
 
 def own_rates(device: torch.device, rows: Sequence[int] = ROWS) -> Iterator[tuple[str, Any]]:
@@ -47,7 +54,6 @@ def own_rates(device: torch.device, rows: Sequence[int] = ROWS) -> Iterator[tupl
     yield "prompt_attention", prompt_attention(device)
     yield "gpu_attention", attention(device)
     yield "kernel", kernel_seconds(device)
-    yield "call", call_seconds(device)
 
 
 def few_rows(device: torch.device, rows: Sequence[int] = ROWS) -> dict[str, Curve]:
@@ -143,17 +149,56 @@ def _seconds(calls: Sequence[Any], device: torch.device) -> float:
     return statistics.median(run_seconds(run, device, ROUNDS))
 
 
-def call_seconds(device: torch.device) -> float:
-    """Seconds that the host spends on making, checking and launching a call of an own kernel."""
-    rows = torch.zeros(1, 1024, dtype=DTYPE, device=device)
-    stream = current_stream(device)
+def prompt_layer_seconds(device: torch.device) -> float:
+    """Seconds that the host spends on a layer of a prompt: making, checking and launching calls of
+    own kernels like a layer's, with torch's products and attention among them. They compute so
+    little that the host never waits.
+    """
+    tokens, heads, head = 16, 4, 64
+    width, stream = heads * head, current_stream(device)
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=DTYPE, device=device)
+
+    rows, normed, branch, inner = (new(tokens, n * width) for n in (1, 1, 1, 4))
+    qkv, query = new(1, tokens, 3 * width), new(1, tokens, heads, head)
+    keys, values = new(1, heads, tokens, head), new(1, heads, tokens, head)
+    into_qkv, into_branch = new(3 * width, width), new(width, width)
+    into_inner, out_of_inner = new(4 * width, width), new(width, 4 * width)
+    column = torch.zeros(1, dtype=torch.int32, device=device)
+    layout, norm = QkvLayout.apart(heads, heads, head), Norm("rms", new(width), None, 1e-5)
+    workspace = Workspace(device)
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, **after: Any) -> None:
+        Linear(x, weight, out, workspace=workspace, **after).launch(stream)
+
+    def add() -> None:
+        call = ResidualNorm(residual=rows, branch=branch, sum_out=rows, norm=norm, out=normed)
+        call.launch(stream)
+
+    def layer() -> None:
+        ResidualNorm(residual=rows, norm=norm, out=normed).launch(stream)
+        multiply(normed, into_qkv, qkv.view(tokens, -1))
+        RotaryAppend(
+            qkv, layout=layout, query=query, key_cache=keys, value_cache=values, column=column
+        ).launch(stream)
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(1, 2), keys, values, is_causal=True
+        )
+        multiply(attended.transpose(1, 2).reshape(tokens, width), into_branch, branch)
+        add()
+        multiply(normed, into_inner, inner, activation="silu")
+        multiply(inner, out_of_inner, branch)
+        add()
+
     times = []
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            ResidualNorm(residual=rows, branch=rows, sum_out=rows).launch(stream)
-        times.append((time.perf_counter() - start) / CALLS)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(LAYER_ROUNDS):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(LAYERS):
+                layer()
+            times.append((time.perf_counter() - start) / LAYERS)
     torch.cuda.synchronize(device)
     return min(times)
 

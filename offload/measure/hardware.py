@@ -18,7 +18,7 @@ from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
 from offload.measure.compute import dtype_name, hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
-from offload.measure.fused import RATES, own_rates
+from offload.measure.fused import RATES, own_rates, prompt_layer_seconds
 from offload.measure.host import (
     DTYPES,
     GROUPS,
@@ -51,7 +51,14 @@ def measure_hardware(
     rates: dict[str, Any] = {}
     absent: dict[str, str] = {}
     memory = functools.cache(HostMemory)  # touching it takes seconds on some machines
-    steps: list[tuple[str, tuple[str, ...], Callable[[], dict[str, Any]]]] = [
+    steps: list[tuple[str, tuple[str, ...], Callable[[], dict[str, Any]]]] = []
+    if device.type == "cuda":
+        # Ahead of what keeps all cores busy: their clock is low for many seconds behind it.
+        steps += [
+            ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
+            ("a layer's calls", ("prompt_layer",), lambda: _prompt_layer(device)),
+        ]
+    steps += [
         ("disk", ("disk",), lambda: _disk(Path(folder))),
         ("matrix products", ("matrix",), lambda: {"matrix": _matrix(device)}),
         ("CPU memory", ("host_read", "cpu_attention"), lambda: _host(memory())),
@@ -64,7 +71,6 @@ def measure_hardware(
                 ("link_up", "link_down", "link_up_both", "link_down_both"),
                 lambda: _link(device),
             ),
-            ("launches", ("launch",), lambda: {"launch": launch_seconds(device)}),
             ("own kernels", RATES, lambda: dict(own_rates(device))),
             ("the way to CPU cores", _WAY, lambda: _exchange(device)),
             (
@@ -97,8 +103,13 @@ _OF_A_GPU = (
     "link_down_both",
     *_BESIDE,
     "launch",
+    "prompt_layer",
     *_WAY,
 )
+
+
+def _prompt_layer(device: torch.device) -> dict[str, Any]:
+    return {"prompt_layer": prompt_layer_seconds(device)}
 
 
 def _disk(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
 from offload.measure.compute import dtype_name, hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
-from offload.measure.fused import RATES, own_rates
+from offload.measure.fused import RATES, own_rates, prompt_layer_seconds
 from offload.measure.host import HostMemory, attention_rates, read_rate
 from offload.measure.link import link_rates
 from offload.measure.machine import this_machine
@@ -49,6 +49,14 @@ def quick_hardware(
     kind = device.type
     rates: dict[str, Any] = {}
     absent = {"cpu_attention": "no GPU: the CPU computes anyhow"}
+    if kind == "cuda":
+        absent = {}
+        # Ahead of what keeps all cores busy: their clock is low for many seconds behind it.
+        rates["launch"] = launch_seconds(device)
+        try:
+            rates["prompt_layer"] = prompt_layer_seconds(device)
+        except (OffloadError, RuntimeError) as error:
+            absent["prompt_layer"] = str(error)
     width = WIDTH[kind]
     # Most rows first, and longer: boost clocks do not last.
     seconds = [LONGER, *(SECONDS for _ in ROWS[kind][1:])]
@@ -63,9 +71,6 @@ def quick_hardware(
         rates["link_up_both"], rates["link_down_both"] = found.up_both, found.down_both
         free = torch.cuda.mem_get_info(device)[0]
         rates["hbm"], rates["hbm_copy"] = hbm_rates(device, min(HBM_BYTES, free // 4))
-        rates["launch"] = launch_seconds(device)
-        absent = {}
-        # Ahead of what keeps all cores busy, as calls are issued by one that was not.
         try:
             for name, value in own_rates(device, FEW_ROWS):
                 rates[name] = value

@@ -73,7 +73,7 @@ def decode_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Sett
         layers.append((both[0], both[1]))
     heads = 1 if setting.in_turns else parts
     head = heads * model.vocabulary * model.hidden * model.itemsize(precision) / hbm_rate
-    idle = engine.step_calls * (hardware.call or 0.0)  # the GPU has nothing to do
+    idle = engine.step_layers * (hardware.prompt_layer or 0.0)  # the GPU has nothing to do
     return Work(
         layers=tuple(layers),
         compute=compute + ends + head + idle,

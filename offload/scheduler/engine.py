@@ -25,7 +25,7 @@ class Engine:
 
     name: str
     kernels: int  # launches of a layer in a decode step
-    prompt_kernels: int  # launches of a layer for a part of a prompt
+    prompt_kernels: int  # launches of a layer for a part of a prompt, beside `prompt_layers`
     alive: tuple[int, int]  # widths of a prompt's rows that stand at once, where most do
     moved: tuple[int, int]  # widths that are read and written between a prompt's products
     load_kernels: int = 0  # launches that take the host as long as issuing a load does
@@ -49,13 +49,12 @@ class Engine:
     # Small kernels between the products of a layer in a decode step: with many rows, with few.
     small_kernels: tuple[int, int] = (0, 0)
     piece_kernels: int = 0  # launches for a piece of keys and values that comes up the link
-    # Time that the host spends in Python, with the time of one call (`Hardware.call`) as the unit:
-    # it includes torch's own operations and everything else, so it is no count of calls. For a part
-    # of a prompt in a layer; ahead of a prompt; between the last layer of a step and the first of
-    # the next.
-    prompt_calls: float = 0
-    start_calls: float = 0
-    step_calls: float = 0
+    # Time that the host spends in Python, with that of a layer's calls (`Hardware.prompt_layer`) as
+    # the unit: for a part of a prompt in a layer; ahead of a prompt; between the last layer of a
+    # step and the first of the next.
+    prompt_layers: float = 0
+    start_layers: float = 0
+    step_layers: float = 0
 
     def alive_elements(self, rows: int, hidden: int, intermediate: int) -> int:
         """Elements of activations that stand at once, where a layer needs most."""
@@ -82,7 +81,7 @@ EVERYTHING = Engine(
 FUSED = Engine(
     name="fused",
     kernels=12,
-    prompt_kernels=12,
+    prompt_kernels=0,
     alive=(7, 3),
     moved=(8, 3),
     mlp_rows=8192,
@@ -101,12 +100,11 @@ FUSED = Engine(
     load_kernels=6,
     small_kernels=(6, 2),
     piece_kernels=14,
-    # Fitted to prompts and steps of one sequence on H200 hosts whose calls take 18 to 20 us: 0.6,
-    # 4.5 and 0.21 ms there, by a quarter more or less. A layer makes a dozen calls for a part of a
-    # prompt; torch's products, attention and views are the rest.
-    prompt_calls=34,
-    start_calls=250,
-    step_calls=11,
+    # Fitted to prompts and steps of one sequence on H200 hosts, where `Hardware.prompt_layer` is 0.46
+    # to 0.73 ms, from one moment to the next: 0.48, 4.6 and 0.21 ms with the first.
+    prompt_layers=1.05,
+    start_layers=10,
+    step_layers=0.45,
 )
 # PyTorch's modules from Python: many small kernels, each of them through its dispatcher.
 TRANSFORMERS = Engine(

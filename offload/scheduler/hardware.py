@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.errors import OffloadError
 
-FORMAT = 4  # raised when what is measured, or how, changes: older figures are then measured anew
+FORMAT = 5  # raised when what is measured, or how, changes: older figures are then measured anew
 # Rates and times beyond these are mistakes, and sums of what follows from them would overflow.
 LEAST, MOST = 1e-12, 1e24
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -83,7 +83,8 @@ class Hardware:
     kernel: float | None = None  # a small kernel on the compute device, right behind another
     launch: float | None = None  # launching a kernel by PyTorch, on the host
     launch_after_cores: float | None = None  # the same after the host has waited for CPU cores
-    call: float | None = None  # making, checking and launching an own kernel's call in Python
+    # Making, checking and launching a layer's calls for a part of a prompt, in Python.
+    prompt_layer: float | None = None
     # From queries on the compute device to the result of CPU cores back there, without attention.
     exchange: float | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -287,7 +288,7 @@ _UNITS = {
     "link_beside_attention": "B/s",
     "kernel": "s",
     "launch": "s",
-    "call": "s",
+    "prompt_layer": "s",
     "launch_after_cores": "s",
     "exchange": "s",
 }

@@ -28,8 +28,8 @@ def prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
     # What stands between the products is read and written once.
     elements = engine.moved_elements(model.hidden, model.intermediate)
     between = (tokens * elements * itemsize + scores) / hbm_rate
-    launch, call = hardware.launch or 0.0, hardware.call or 0.0
-    issue = (launch * engine.prompt_kernels + call * engine.prompt_calls) * parts
+    launch, issued = hardware.launch or 0.0, hardware.prompt_layer or 0.0
+    issue = (launch * engine.prompt_kernels + issued * engine.prompt_layers) * parts
 
     moved, read = weights.moved(setting)
     share = setting.cpu_sequences / setting.batch
@@ -51,7 +51,7 @@ def prefill_work(model: ModelProfile, hardware: Hardware, job: Job, setting: Set
         hbm += number * (touched + between)
         matrix += number * products
     head = model.vocabulary * model.hidden * itemsize / hbm_rate
-    before = call * engine.start_calls
+    before = issued * engine.start_layers
     return Work(
         layers=tuple((x, x) for x in layers),
         compute=before + compute + head,

@@ -67,7 +67,7 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("machine", "gpu_memory"), 10**400, "not a number of bytes"),
     (("rates",), None, "its 'rates' are None, not an object"),
     (("absent",), ["disk"], r"its 'absent' are \['disk'\], not an object"),
-    (("format",), 0, "its format is 0, and this version reads 4"),
+    (("format",), 0, "its format is 0, and this version reads 5"),
     (("machine", "cores"), ..., "see 'cores'"),
     (("rates", "speed"), {"value": 1.0, "unit": "B/s"}, "the rate 'speed' is none"),
     (("rates", "disk"), 5e9, "'disk' is 5000000000.0, not a 'value' with a 'unit'"),

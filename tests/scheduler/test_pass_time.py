@@ -120,11 +120,11 @@ def test_attention_within_prompts_has_a_rate_of_its_own() -> None:
 def test_a_short_prompt_takes_what_the_host_needs_to_issue_it() -> None:
     how = replace(PLAIN, resident=48, cpu=0, depth=0, gpu_sequences=1, prefill_rows=64)
     model, job = replace(OPT_30B, engine=FUSED), Job(64, 32, 1)
-    machine = replace(H200, launch=5e-6, call=2e-5)
-    host = 48 * (FUSED.prompt_kernels * 5e-6 + FUSED.prompt_calls * 2e-5)
+    machine = replace(H200, launch=5e-6, prompt_layer=4e-4)
+    host = 48 * FUSED.prompt_layers * 4e-4
     found = prefill_pass(model, machine, job, how)
     assert found.busy["kernel launches"] == pytest.approx(host)
-    start = FUSED.start_calls * 2e-5
+    start = FUSED.start_layers * 4e-4
     assert found.seconds == pytest.approx(host + start, rel=0.05)
     halves = replace(how, prefill_rows=32)
     assert prefill_pass(model, machine, job, halves).seconds >= 2 * host
