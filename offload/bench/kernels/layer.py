@@ -81,8 +81,8 @@ def _fused(model: Any, batch: int, device: torch.device) -> Callable[[int], None
         cache = output[name]
         for _ in range(2):  # the calls of a step are made by the first
             model(ids[:, :1], use_cache=True, **{name: cache})
-    engine = model.get_decoder().forward.engine
-    return lambda i: engine.launch(common_of(cache).session, i, i)
+    issuer = model.get_decoder().forward.engine.issuer
+    return lambda i: issuer.launch(common_of(cache).session, i, i)
 
 
 def _peers(model: Any, batch: int, device: torch.device) -> dict[str, Callable[[int], Any]]:

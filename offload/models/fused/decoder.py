@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from offload.kernels.residual_norm import ResidualNorm
 from offload.kernels.workspace import Workspace
 from offload.models.fused.around import Ahead, LastNorm
 from offload.models.fused.decode import DecodeSession
-from offload.models.fused.decode_graph import LaunchGraph
 from offload.models.fused.decoder_layers import DecoderLayers
 from offload.models.fused.host_rows import CpuWork
-from offload.models.fused.micro_batch import MicroBatch, worth_two
+from offload.models.fused.issue import StepIssuer
+from offload.models.fused.micro_batch import worth_two
 from offload.models.fused.prompt import Prompt, Room
 from offload.models.fused.request import Request, Unserved
 from offload.models.fused.step import Step
@@ -36,8 +35,6 @@ from offload.models.parts import ModelParts
 from offload.models.shape import MLP_ROWS
 from offload.models.specs.spec import ModelSpec
 from offload.row_copies import HostCopies, RowCopies
-
-_FIRST = 0, True  # the first of a session's stretches, with the entry in it
 
 
 class FusedEngine(NotCopied):
@@ -71,7 +68,6 @@ class FusedEngine(NotCopied):
         # Without sequences in CPU memory nothing is copied.
         self._copies: RowCopies = HostCopies() if host_kv is None else host_kv.copies
         self.unserved: Counter[str] = Counter()
-        self.graph_problem: str | None = None
         self._device = device
         self._owner = owner
         self._stream = owner.stream
@@ -79,6 +75,7 @@ class FusedEngine(NotCopied):
         with torch.inference_mode(False), torch.no_grad():
             self._layers = DecoderLayers(spec, parts.layers, self._holder)
             self._like = torch.empty(0, dtype=self._layers.dtype, device=device)
+        self.issuer = StepIssuer(self._layers, owner, device)
         self._ahead = Ahead(self._holder, spec)
         self._last_norm = LastNorm(self._holder, spec)
         self._workspaces: dict[int, Workspace] = {}  # by CUDA stream
@@ -133,7 +130,7 @@ class FusedEngine(NotCopied):
             step = Step.glance(given, self.spec, current_stream(self._device))
         # A graph runs no module and reads memory that stays, so it is launched before the modules
         # ahead of the layers are checked for changes.
-        replayed = step is not None and _FIRST in step.session.graphs
+        replayed = step is not None and self.issuer.begins_with_graph(step.session)
         if step is not None and replayed:
             self._begin(step)
         if self._ahead.changed():
@@ -143,22 +140,14 @@ class FusedEngine(NotCopied):
             return None
         if step is None or replayed:
             return step
-        if not self._can_start(step.session):
+        if not self.issuer.has_begun(step.session):
             return None
         self._begin(step)
         return step
 
     def _begin(self, step: Step) -> None:
         step.session.begin(step.ids, step.positions, step.mask, step.past)
-        self._enter(step.session, step.past)
-
-    def _can_start(self, session: DecodeSession) -> bool:
-        """Whether the beginning of a step was issued before, and will not be captured now: what is
-        captured must have been checked.
-        """
-        if self._layers.layers[0].streamed:
-            return True
-        return _FIRST in session.issued and not self._can_capture()
+        self.issuer.enter(step.session, self._ahead, step.past)
 
     def _read(
         self, given: dict[str, Any], expect: bool = True, step: Step | None = None
@@ -194,8 +183,8 @@ class FusedEngine(NotCopied):
             )
         if in_int8:
             found.append(f"{in_int8} products take activations in int8, with a scale a token")
-        if self.graph_problem is not None:
-            found.append(self.graph_problem)
+        if self.issuer.graph_problem is not None:
+            found.append(self.issuer.graph_problem)
         if self.host_kv is not None and self.host_kv.int8:
             found.append("keys and values in CPU memory are int8, with a scale a token and head")
         if self.host_kv is not None and self.host_kv.pageable:
@@ -250,8 +239,9 @@ class FusedEngine(NotCopied):
             room=room,
             copies=self._copies,
         )
+        owner, told = self._owner, self._layers.told
         for index, (layer, kv) in enumerate(zip(layers, kept, strict=True)):
-            with self._told(index, index), layer.in_place(self._stream) as (_, weights):
+            with told(owner.trace, index, index), layer.in_place(owner.stream) as (_, weights):
                 prompt.run(layer.spec, weights, kv)
         prompt.finish()
         if request.cache is not None:
@@ -297,13 +287,8 @@ class FusedEngine(NotCopied):
             session = self._session(request.cache, request.padding is not None)
             session.expect(request.padding)
             session.entry.take(request.ids, request.positions, request.past)
-            self._enter(session, request.past, request.embeddings)
-        if self._in_turns(session):
-            self._issue_in_turns(session)
-        else:
-            begun = 0 if self._layers.layers[0].streamed else 1
-            for first, last in self._layers.stretches[begun:]:
-                self._issue(session, first, last)
+            self.issuer.enter(session, self._ahead, request.past, request.embeddings)
+        self.issuer.rest(session)
         if request.check is not None and not request.check.holds():
             raise _Unexpected
         for kv in kept:
@@ -317,88 +302,6 @@ class FusedEngine(NotCopied):
         """The last norm as the model has it, if it has one."""
         module = self._last_norm.module()
         return hidden if module is None else module(hidden)
-
-    def _enter(
-        self, session: DecodeSession, past: int, embeddings: torch.Tensor | None = None
-    ) -> None:
-        """Issue what lies ahead of the layers, and the first stretch where that is resident."""
-        stretch = not (self._layers.layers[0].streamed or self._in_turns(session))
-        together = self._ahead.repeatable and embeddings is None and stretch
-        if not together:
-            session.entry.run(self._ahead, embeddings)
-        if stretch:
-            self._issue(session, *self._layers.stretches[0], entry=together)
-        session.entry.passed(past)
-
-    def _in_turns(self, session: DecodeSession) -> bool:
-        """Whether the session's micro-batches take turns. In lock step a layer is used by one
-        session after another, and no two layers at once.
-        """
-        return len(session.micro_batches) > 1 and self._owner.lockstep is None
-
-    def _issue_in_turns(self, session: DecodeSession) -> None:
-        """Issue all layers so that CPU cores always have work: while they attend for one
-        micro-batch, the compute device finishes a layer for the other and begins the next.
-        """
-        turns = [self._layer_by_layer(micro_batch) for micro_batch in session.micro_batches]
-        try:
-            for _ in zip_longest(*turns):
-                pass
-        finally:
-            for turn in turns:
-                turn.close()
-
-    def _layer_by_layer(self, micro_batch: MicroBatch) -> Generator[None, None, None]:
-        """Issues all layers for the rows of a micro-batch. It is the others' turn where the host
-        would wait for CPU cores; a layer and the one behind it may be in place at once.
-        """
-        for index, layer in enumerate(self._layers.layers):
-            with self._told(index, index), layer.in_place(self._stream) as (slot, weights):
-                micro_batch.begin(index, slot, weights)
-                yield
-                micro_batch.finish()
-
-    def launch(self, session: DecodeSession, first: int, last: int, entry: bool = False) -> None:
-        """Issue the layers first to last of a decode step call by call, behind the entry or not."""
-        if entry:
-            session.entry.run(self._ahead)
-        for index in range(first, last + 1):
-            with self._layers.layers[index].in_place(self._stream) as (slot, weights):
-                session.launch(index, slot, weights)
-
-    def _issue(self, session: DecodeSession, first: int, last: int, entry: bool = False) -> None:
-        """Issue a stretch: of resident layers the first time call by call, then as a graph."""
-        with self._told(first, last):
-            self._issue_stretch(session, first, last, entry)
-
-    def _told(self, first: int, last: int) -> AbstractContextManager[None]:
-        """Tells a trace which resident layers are issued; of streamed ones the stream tells it."""
-        trace = self._owner.trace
-        if trace is None or self._layers.layers[first].streamed:
-            return nullcontext()
-        return trace.layers(first, last)
-
-    def _issue_stretch(self, session: DecodeSession, first: int, last: int, entry: bool) -> None:
-        key = first, entry
-        graph = session.graphs.get(key)
-        if graph is None and key in session.issued and self._can_capture():
-            try:
-                graph = LaunchGraph(lambda: self.launch(session, first, last, entry), self._device)
-                session.graphs[key] = graph
-            except RuntimeError as error:
-                if entry:
-                    self._ahead.repeatable = False  # and without it next time
-                else:
-                    self.graph_problem = f"CUDA graphs are not used: {error}"
-        if graph is not None:
-            graph.replay()
-            return
-        self.launch(session, first, last, entry)
-        if not self._layers.layers[first].streamed and session.repeatable:
-            session.issued.add(key)
-
-    def _can_capture(self) -> bool:
-        return self._device.type == "cuda" and self.graph_problem is None
 
     def _session(self, cache: DynamicCache, padded: bool) -> DecodeSession:
         """The calls made for this cache; made anew if its buffers have moved."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from offload.models.quantized.scratch import Scratch
 from offload.models.specs.spec import LayerSpec, ModelSpec
 from offload.models.watched import Hooks, Structure, Watched, parameters_of
 from offload.scheduler.stream import Stream
+from offload.trace import Trace
 
 
 class StreamedLayer:
@@ -139,6 +140,12 @@ class DecoderLayers:
             for name in layer.spec.linears()
         ]
         return sum(weight.numel() * weight.element_size() for weight in weights)
+
+    def told(self, trace: Trace | None, first: int, last: int) -> AbstractContextManager[None]:
+        """Tells `trace` which resident layers are issued; of streamed ones the stream tells it."""
+        if trace is None or self.layers[first].streamed:
+            return nullcontext()
+        return trace.layers(first, last)
 
     def why_not(self) -> str | None:
         """A change that the user made to a layer and that only transformers' modules respect; None:
