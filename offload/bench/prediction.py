@@ -72,7 +72,7 @@ GPU_CASES = (
 )
 CPU_CASES = (
     *_group("tiny", 4, None, None, 1, (4, 1)),
-    *_group("tiny-deep", 8, None, 0.0008, 0.002, (None, 1)),
+    *_group("tiny-deep", 8, None, 0.006, 0.01, (None, 4, 1)),  # four prompts beside one layer
 )
 
 

@@ -87,14 +87,14 @@ def test_plans_beside_what_they_become(program: Any) -> None:
         "--case", "tiny-deep", "--pictures", "--json",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert done.err.count(" of 4 traced: ") == 2
+    assert done.err.count(" of 4 traced: ") == 3
     found = json.loads(done.out)
-    assert [row["case"]["batch"] for row in found["rows"]] == [None, 1]
+    assert [row["case"]["batch"] for row in found["rows"]] == [None, 4, 1]
     for row in found["rows"]:
         for predicted, achieved in (row["prefill"], row["step"], row["rate"]):
             assert predicted > 0 and achieved > 0
     errors = [abs(a / b - 1) for row in found["rows"] for a, b in (row["prefill"], row["step"])]
-    assert found["mean_error"] == pytest.approx(sum(errors) / 4)
+    assert found["mean_error"] == pytest.approx(sum(errors) / 6)
     assert found["worst_error"] == pytest.approx(max(errors))
     ((chosen, best),) = found["choices"].values()
     assert best == max(row["rate"][1] for row in found["rows"]) >= chosen
