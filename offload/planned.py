@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from offload.aio import AioError
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
+from offload.kernels.choices import dtype_name
 from offload.kernels.host_library import why_not_host
 from offload.measure.cache import kept_hardware
-from offload.measure.compute import dtype_name
 from offload.measure.machine import disk_of
 from offload.measure.quick import quick_disk, quick_hardware
 from offload.models.fused.host_rows import why_not_on_cpu

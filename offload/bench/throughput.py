@@ -30,6 +30,7 @@ from offload.bench.result import Peaks, Result, Row, machine
 from offload.bench.setup import Setup
 from offload.bench.subject import Sizes, Subject
 from offload.bench.workload import Timing, Workload, activation_bytes, measure
+from offload.kernels.choices import dtype_name
 from offload.scheduler.cost import Rates, predict_pass
 
 
@@ -103,7 +104,7 @@ def _measure_offload(
         model=subject.name,
         sizes=sizes,
         work=work,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         gpu_memory=setup.gpu_memory,
         link_rates=links,
         disk_rates=disks,

@@ -101,6 +101,11 @@ class Choice:
 OWN, CUBLAS = Choice("own"), Choice("cublas")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As measurements are kept by it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def bucket(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
     """The smallest bucket that holds `rows`, which is at least 1."""
     for most in buckets:

@@ -9,7 +9,7 @@ import torch
 
 from offload.kernels import tuning
 from offload.kernels.call import on_stream
-from offload.kernels.choices import Choice, Key
+from offload.kernels.choices import Choice, Key, dtype_name
 
 MEASURED_ROWS = 2048  # products of fewer rows are too short to gain anything
 # The least size of a piece, and what sizes are multiples of: no tile of cuBLAS is larger, and
@@ -103,7 +103,7 @@ class CublasProduct:
     def _key(self) -> Key:
         rows, outputs = self._out.shape
         return Key(
-            dtype=str(self._x.dtype).removeprefix("torch."),
+            dtype=dtype_name(self._x.dtype),
             outputs=outputs,
             depth=self._x.shape[1],
             rows=1 << (rows - 1).bit_length(),

@@ -12,7 +12,7 @@ import torch
 from offload.kernels import reference, tuning
 from offload.kernels.activation import Activation, Kind
 from offload.kernels.call import CompositeCall, on_stream
-from offload.kernels.choices import CUBLAS, PIECES, SKINNY, Choice, Key, bucket
+from offload.kernels.choices import CUBLAS, PIECES, SKINNY, Choice, Key, bucket, dtype_name
 from offload.kernels.cublas_product import CublasProduct
 from offload.kernels.gemm import MOST_ROWS, SkinnyGemm, check_linear
 from offload.kernels.norm import Norm
@@ -120,7 +120,7 @@ def choose(asked: _Arguments) -> Choice:
         return CUBLAS
     rows = bucket(asked.rows)
     key = Key(
-        dtype=str(asked.input.dtype).removeprefix("torch."),
+        dtype=dtype_name(asked.input.dtype),
         outputs=asked.out.shape[-1],
         depth=asked.input.shape[-1],
         rows=rows,

@@ -11,7 +11,7 @@ import torch
 
 from offload.kernels import reference, tuning
 from offload.kernels.call import CompositeCall
-from offload.kernels.choices import CUBLAS, OWN, Choice, Key, bucket
+from offload.kernels.choices import CUBLAS, OWN, Choice, Key, bucket, dtype_name
 from offload.kernels.dequantize import dequantise
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.linear import Linear
@@ -151,7 +151,7 @@ def _choose(asked: _Asked) -> Choice:
     depth, after = asked.input.shape[-1], asked.after
     rows = bucket(asked.input.numel() // depth, BUCKETS)
     key = Key(
-        dtype=str(asked.input.dtype).removeprefix("torch."),
+        dtype=dtype_name(asked.input.dtype),
         form=asked.form.name,
         outputs=asked.out.shape[-1],
         depth=depth,

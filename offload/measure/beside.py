@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from offload.kernels.choices import dtype_name
 from offload.kernels.host_library import why_not_host
-from offload.measure.compute import dtype_name
 from offload.measure.host import HostMemory, rates_beside
 from offload.measure.link import stream_up
 

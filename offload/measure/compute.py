@@ -87,8 +87,3 @@ def run_seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> l
         event.record()
     torch.cuda.synchronize(device)
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As rates are kept by it."""
-    return str(dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offload.kernels.attention import DecodeAttention
 from offload.kernels.call import current_stream
+from offload.kernels.choices import dtype_name
 from offload.kernels.linear import Linear
 from offload.kernels.norm import Norm
 from offload.kernels.qkv import QkvLayout
@@ -25,7 +26,7 @@ from offload.kernels.rotary import RotaryAppend
 from offload.kernels.scores import Scores
 from offload.kernels.weight_format import WeightFormat
 from offload.kernels.workspace import Workspace
-from offload.measure.compute import dtype_name, run_seconds
+from offload.measure.compute import run_seconds
 from offload.scheduler.hardware import Curve
 
 WIDTH = 8192  # of the square weights

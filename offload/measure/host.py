@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from offload import aio
+from offload.kernels.choices import dtype_name
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import why_not_host
 from offload.kernels.scores import Scores
-from offload.measure.compute import dtype_name
 from offload.memory_limits import host_memory_available
 from offload.scheduler.hardware import Curve
 

@@ -14,9 +14,10 @@ from offload.aio import AioError
 from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
+from offload.kernels.choices import dtype_name
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
-from offload.measure.compute import dtype_name, hbm_rates, launch_seconds, product_rate
+from offload.measure.compute import hbm_rates, launch_seconds, product_rate
 from offload.measure.exchange import exchange_seconds
 from offload.measure.fused import RATES, own_rates, prompt_layer_seconds
 from offload.measure.host import HostMemory, attention_rates, read_rate
