@@ -100,8 +100,8 @@ FUSED = Engine(
     load_kernels=6,
     small_kernels=(6, 2),
     piece_kernels=14,
-    # Fitted to prompts and steps of one sequence on H200 hosts, where `Hardware.prompt_layer` is 0.46
-    # to 0.73 ms, from one moment to the next: 0.48, 4.6 and 0.21 ms with the first.
+    # Fitted to prompts and steps of one sequence on H200 hosts, where `Hardware.prompt_layer` is
+    # 0.46 to 0.73 ms, from one moment to the next: 0.48, 4.6 and 0.21 ms with the first.
     prompt_layers=1.05,
     start_layers=10,
     step_layers=0.45,
