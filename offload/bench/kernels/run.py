@@ -180,4 +180,6 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"kernels run on CUDA devices, or as references on a CPU, not {device}")
     problem = why_not(device.index)
     if problem:
-        raise ValueError(f"the kernels cannot run on {device}: {problem}")
+        raise ValueError(
+            f"the kernels cannot run on {device}: {problem}. Their references run with --device cpu"
+        )
