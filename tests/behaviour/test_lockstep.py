@@ -19,7 +19,7 @@ from transformers import StoppingCriteria
 
 import offload
 from offload.bench.memory import peak_of
-from offload.errors import JobError, UnsupportedError
+from offload.errors import ClosedError, JobError, UnsupportedError
 from offload.models.fused import prompt
 from offload.models.lockstep import spent
 
@@ -523,6 +523,21 @@ def test_a_pass_that_cannot_begin_ends_all(variant_folder: Folder, tmp_path: Pat
             model.offload.generate(work)
         owner = model.offload._owner
         assert owner.lockstep is None and not any(s.users for s in owner.stream._slots)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "fused"])
+def test_one_that_closes_the_model_ends_the_others(variant_folder: Folder, engine: str) -> None:
+    class Closes(StoppingCriteria):
+        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            model.offload.close()
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    with offload.run(variant_folder("llama"), device_map="cpu", engine=engine) as model:
+        work = requests("llama", [4, 4, 4])
+        work[1]["stopping_criteria"] = [Closes()]
+        with pytest.raises(ClosedError, match="was closed and its weights are gone"):
+            model.offload.generate(work)
+        assert model.offload._owner.lockstep is None
 
 
 def test_what_is_refused(model: Any) -> None:

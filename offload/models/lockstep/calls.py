@@ -195,7 +195,10 @@ class LockStep:
         self._last = at
 
     def _resume(self, job: _Job, results: list[Any]) -> None:
-        """Let a job run until it waits or ends."""
+        """Let a job run until it waits or ends. Raises ClosedError once another one has closed the
+        model.
+        """
+        self._owner.refuse_closed()
         self._switch(job)
         if not job.greenlet.dead:
             return
