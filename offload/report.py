@@ -221,11 +221,12 @@ class Report:
         found = self.planned.choice
         job, how, decode = found.job, found.setting, found.decode
         busy = sorted(decode.busy.items(), key=lambda pair: -pair[1])
+        below = f", keys and values of {how.cpu_sequences} in CPU memory" if how.cpu_sequences else ""
+        if how.attention is CpuAttention.GPU:
+            below += ", which come up for attention"
         return [
             f"planned for {self.planned.goal.value}: batch {how.batch} of {job.prompt} + {job.gen} "
-            f"tokens, keys and values of {how.cpu_sequences} in CPU memory"
-            + (", which come up for attention" if how.attention is CpuAttention.GPU else "")
-            + f"; limit: {found.limit}",
+            f"tokens{below}; limit: {found.limit}",
             f"predicted: prefill {found.prefill_seconds:.3g} s, a decode step "
             f"{_duration(decode.seconds)}, {found.decode_rate:.4g} tokens/s",
             "predicted to work in a decode step: "
