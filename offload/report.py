@@ -221,7 +221,9 @@ class Report:
         found = self.planned.choice
         job, how, decode = found.job, found.setting, found.decode
         busy = sorted(decode.busy.items(), key=lambda pair: -pair[1])
-        below = f", keys and values of {how.cpu_sequences} in CPU memory" if how.cpu_sequences else ""
+        below = ""
+        if how.cpu_sequences:
+            below = f", keys and values of {how.cpu_sequences} in CPU memory"
         if how.attention is CpuAttention.GPU:
             below += ", which come up for attention"
         return [

@@ -84,7 +84,8 @@ def test_what_was_planned_is_what_runs(
         report = model.offload.report()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(tokens, greedy(plain, how.batch))
-    assert f"planned for {goal}: batch {how.batch} of 12 + 4 tokens; limit: " in str(report)
+    assert f"planned for {goal}: batch {how.batch} of 12 + 4 tokens" in str(report)
+    assert ("12 + 4 tokens, keys and values of " in str(report)) == (how.cpu_sequences > 0)
     assert f"times what was predicted for a decode step of batch {how.batch}" in str(report)
     assert report.predicted["pass"] == found.decode.seconds
     assert report.predicted["link up"] == found.decode.busy["link up"]
