@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.config import OffloadConfig
-from offload.errors import UnsupportedError
+from offload.errors import CheckpointError, UnsupportedError
 from offload.models.build import build_model
 from offload.models.quantized.methods import read_method
 from offload.models.quantized.wanted import Wishes
@@ -22,6 +22,7 @@ from offload.models.quantized.write import write_quantised
 from offload.progress import LoggedProgress
 
 _log = logging.getLogger(__name__)
+_ANEW = "was written by an earlier run; remove the folder, and it is written anew"
 
 
 def pack(
@@ -91,4 +92,12 @@ def quantised_checkpoint(
         except FileExistsError:  # another process was quicker
             if not folder.is_dir():
                 raise
-    return open_checkpoint(folder, read_method)
+    try:
+        found = open_checkpoint(folder, read_method)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {folder} {_ANEW}") from error
+    if found.quantization is None:
+        raise CheckpointError(
+            f"{folder} has no config.json that says how it is quantised. It {_ANEW}"
+        )
+    return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import offload
-from offload.errors import UnsupportedError
+from offload.errors import CheckpointError, UnsupportedError
 
 Source = Callable[[str], Path]
 ASKED = {"default": "int4", r"layers\.0\.": "int8-g32", "lm_head": "fp8"}
@@ -68,6 +70,24 @@ def test_two_processes_make_one_folder(source: Source, tmp_path: Path) -> None:
     found = [queue.get(timeout=20) for _ in runs]
     assert found[0] == found[1]
     assert [f.name.split("-")[0] for f in (tmp_path / "home").iterdir()] == ["quantised"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "no config.json"])
+def test_what_was_damaged_since_is_said_to_be_no_download(
+    source: Source, tmp_path: Path, damage: str
+) -> None:
+    options: dict[str, Any] = {"device": "cpu", "device_map": "cpu", "quantization": "int4"}
+    offload.run(source("llama"), **options).offload.close()
+    (folder,) = (tmp_path / "offload-home").rglob("quantised-*")
+    if damage == "cut":
+        os.truncate(next(folder.glob("*.safetensors")), 5000)
+    else:
+        (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="remove the folder, and it is written anew") as told:
+        offload.run(source("llama"), **options)
+    assert str(folder) in str(told.value)
+    shutil.rmtree(folder)
+    offload.run(source("llama"), **options).offload.close()
 
 
 def test_what_is_quantised_already(source: Source, tmp_path: Path) -> None:
