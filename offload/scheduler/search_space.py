@@ -16,6 +16,7 @@ from offload.scheduler.setting import Job, Setting
 ROWS = (LEAST_ROWS, 512, 1024, 2048, 4096, 8192, 16384)  # of a micro-batch while prompts are read
 MANY_ROWS = 2048  # those that a search begins with: enough to fill the matrix units
 MOST_SEQUENCES = 4096
+UNITS = 1024  # of the sequences in CPU memory, the share that a search moves at least
 GRID = 10  # steps over the layers, to begin with
 MANY_PARTS = 8  # of a batch in lock step, to begin with
 
@@ -110,7 +111,8 @@ class Space:
                 if self._disk and point.cpu_sequences and point.spared + change >= 0:
                     yield replace(point, spared=point.spared + change)
         if point.cpu_sequences:
-            for step in sorted({1, 4, 16, max(1, point.cpu_sequences // 4)}):
+            unit = max(1, point.cpu_sequences // UNITS)
+            for step in sorted({unit, 4 * unit, 16 * unit, max(1, point.cpu_sequences // 4)}):
                 for sequences in (point.cpu_sequences - step, point.cpu_sequences + step):
                     if 0 < sequences <= (self._job.batch or MOST_SEQUENCES):
                         yield replace(point, cpu_sequences=sequences)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from profiles import BLOOM_176B, GIB, H200, LLAMA_2_70B, OPT_13B, OPT_30B, OPT_66B, TINY, llama, opt
 
 from offload.errors import BudgetError
-from offload.scheduler.engine import FUSED, TRANSFORMERS, CpuAttention, Engine
+from offload.scheduler.engine import EVERYTHING, FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.estimate import estimate
 from offload.scheduler.footprint import footprint
 from offload.scheduler.hardware import Hardware, HardwareError
@@ -428,3 +428,16 @@ def test_a_plan_takes_little_time(batch: int | None) -> None:
             weights=("fp16", "int8", "int4"),
         )  # fmt: skip
         assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("goal", [Goal.THROUGHPUT, Goal.LATENCY])
+@pytest.mark.parametrize(("batch", "budget"), [(10**6, (5, 100)), (1 << 30, (9_000, 99_000))])
+def test_a_search_takes_larger_steps_over_more_sequences(
+    goal: Goal, batch: int, budget: tuple[int, int]
+) -> None:
+    """Keys and values of a million short sequences of a small model are 36 GB."""
+    few_words = replace(TINY, vocabulary=100, engine=EVERYTHING)
+    job, room = Job(17, 32, batch), Budget(*(x * GIB for x in budget))
+    planned = plan_job(few_words, H200, room, job, goal)
+    assert planned.choice.setting.cpu_sequences > 4096
+    assert planned.tried < 2000
