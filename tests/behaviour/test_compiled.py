@@ -21,6 +21,11 @@ def _forgotten() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    """What the model is asked, where it computes."""
+    return {k: v.to(model.device) for k, v in variants.inputs("llama").items()}
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("engine", ["transformers", "fused"])
 @pytest.mark.parametrize("place", ["auto", "cpu", "nvme"])
@@ -33,12 +38,12 @@ def test_answers_are_those_of_the_model_as_it_is(
         graphs.append(graph)
         return graph.forward
 
-    given = variants.inputs("llama")
-    ask = {**given, "max_new_tokens": 4, "do_sample": False}
     with (
         offload.run(variant_folder("llama"), device_map=place, engine=engine) as model,
         torch.no_grad(),
     ):
+        given = inputs(model)
+        ask = {**given, "max_new_tokens": 4, "do_sample": False}
         want, said = model(**given).logits, model.generate(**ask)
         compiled: Any = torch.compile(model, backend=backend)
         assert torch.equal(compiled(**given).logits, want)
@@ -50,8 +55,8 @@ def test_answers_are_those_of_the_model_as_it_is(
 
 
 def test_a_function_that_calls_it_breaks_there(variant_folder: Folder) -> None:
-    given = variants.inputs("llama")
     with offload.run(variant_folder("llama"), device_map="cpu") as model, torch.no_grad():
+        given = inputs(model)
 
         def doubled() -> torch.Tensor:
             return 2 * model(**given).logits
