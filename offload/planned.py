@@ -204,25 +204,26 @@ def _refusal_on_cpu(
     """
     job = job if job.batch is not None else replace(job, batch=1)
     has = f"{format_size(budget.cpu)} of CPU memory"
-    place: int | str = "cpu"
-    endless = Budget(UNLIMITED, UNLIMITED, shared=True)
-    room = _apart(endless, model, weights, io)
-    beside = endless.cpu - room.device  # what disk reads pass through
     if budget.device < budget.cpu:
         has += f", of which max_memory[0] lets it compute with {format_size(budget.device)},"
-        mine = _apart(budget, model, weights, io)
-        least = least_device(model, hardware, job, (weights,), mine.cpu)
-        if least[0] > budget.device:
-            room, place, beside = mine, 0, 0
-    nbytes = beside + least_device(model, hardware, job, (weights,), room.cpu)[0]
-    needed = f"{nbytes} bytes ({format_size(nbytes)}) as max_memory[{place!r}]"
-    return refusal(
-        model,
-        f"the CPU computes, and the {has} hold",
-        job,
-        (weights,),
-        needed,
-    )
+
+    def least(room: Budget) -> int:
+        return least_device(model, hardware, job, (weights,), room.cpu)[0]
+
+    endless = Budget(UNLIMITED, UNLIMITED, shared=True)
+    room = _apart(endless, model, weights, io)
+    computed = least(room)
+    every = endless.cpu - room.device + computed  # beside it is what disk reads pass through
+    needs: dict[int | str, int] = {}
+    if every > budget.cpu:
+        needs["cpu"] = every
+        if computed > budget.device != budget.cpu:  # where it is not named it is as much
+            needs[0] = computed
+    else:
+        needs[0] = least(_apart(budget, model, weights, io))
+    needed = (f"{n} bytes ({format_size(n)}) as max_memory[{p!r}]" for p, n in needs.items())
+    held = f"the CPU computes, and the {has} hold"
+    return refusal(model, held, job, (weights,), " and ".join(needed))
 
 
 def _reserve(need: Footprint) -> int:

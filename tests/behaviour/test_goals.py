@@ -163,6 +163,24 @@ def test_a_budget_that_cannot_hold_it_says_the_least(
         attempt(int(match[1]) - 1)
 
 
+@pytest.mark.parametrize("limits", [{"cpu": 8192, 0: 4096}, {"cpu": 4096, 0: 8192}])
+def test_two_budgets_that_cannot_hold_it_say_both(
+    variant_folder: Callable[[str], Path], hardware: Hardware, limits: dict[Any, int]
+) -> None:
+    def attempt(limits: dict[Any, int]) -> Any:
+        return run(variant_folder("llama"), goal="latency", engine="fused", max_memory=limits)
+
+    with pytest.raises(BudgetError, match="the least that would do is") as told:
+        attempt(limits)
+    found = re.findall(r"(\d+) bytes \([^)]*\) as max_memory\[('cpu'|0)\]", str(told.value))
+    least = {"cpu" if place != "0" else 0: int(nbytes) for nbytes, place in found}
+    assert least.keys() == {"cpu", 0}
+    attempt(least).offload.close()
+    for place in least:
+        with pytest.raises(BudgetError):
+            attempt(least | {place: least[place] - 1})
+
+
 def test_a_machine_that_was_not_measured_is_measured_in_seconds_and_the_report_says_so(
     variant_folder: Callable[[str], Path],
     hardware: Hardware,
