@@ -121,6 +121,14 @@ inline emulated_m512i maskz_loadu_epi8(uint64_t mask, const void* p) {
     return as<emulated_m512i>(v);
 }
 
+// A bit a lane: its uppermost one.
+inline uint16_t movepi32_mask(emulated_m512i v) {
+    const auto lanes = as<Array<int32_t, 16>>(v);
+    uint16_t mask = 0;
+    for (int i = 0; i < 16; i++) mask |= uint16_t((lanes.at[i] < 0) << i);
+    return mask;
+}
+
 inline emulated_m512i and_si512(emulated_m512i a, emulated_m512i b) { return a & b; }
 inline emulated_m512i xor_si512(emulated_m512i a, emulated_m512i b) { return a ^ b; }
 

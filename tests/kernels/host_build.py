@@ -116,7 +116,8 @@ def _emulate_tiles(files: dict[str, str], commands: dict[str, list[str]]) -> Non
     files["host_amx.hpp"] = (HERE / "host_amx.hpp").read_text()
     for name, real, emulated in (
         ("tiles.hpp", "_tile_", "emulated::tile_"),
-        ("path_amx.cpp", '#include "tiles.hpp"', '#include "host_amx.hpp"\n\\g<0>'),
+        ("block_tiles.hpp", "_tile_", "emulated::tile_"),
+        ("path_amx.cpp", '#include "block_tiles.hpp"', '#include "host_amx.hpp"\n\\g<0>'),
         ("library.cpp", r"if \(has_tiles\(\)\)", "if (has_tiles() || true)"),
     ):
         files[name], count = re.subn(real, emulated, files[name])

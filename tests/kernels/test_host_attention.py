@@ -300,14 +300,37 @@ def test_few_columns(path: str) -> None:
     check_few_columns(path, pool())
 
 
+def check_growing_scores(path: str, made: HostPool) -> None:
+    """Columns that outweigh all before them by far, as weights were made relative to those; and
+    columns that are outweighed."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for group, first, last in ((8, 0.1, 4.0), (4, 4.0, 0.1)):
+            a = make(
+                lengths=[300, 64, 65],
+                head_dim=128,
+                group=group,
+                query_dtype=dtype,
+                cache_dtype=dtype,
+                chunk=192,
+            )
+            for key in a["keys"]:
+                key.mul_(torch.linspace(first, last, key.shape[1])[:, None])
+            check(a, f"{path} {dtype} {group}", path=path, pool=made)
+
+
+def test_growing_scores(path: str) -> None:
+    check_growing_scores(path, pool())
+
+
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 def test_not_a_number_stays_one(path: str, cache_dtype: torch.dtype) -> None:
     """Only in what reads it."""
-    for name in ("keys", "values"):
-        a = make(lengths=[40, 40], kv_heads=2, cache_dtype=cache_dtype)
-        a[name][1][0, 20] = math.nan
-        broken = outputs(a, path=path).isnan().all(-1)
-        assert broken.tolist() == [[False, False], [True, False]]
+    for group in (1, 8):
+        for name in ("keys", "values"):
+            a = make(lengths=[90, 90], kv_heads=2, group=group, cache_dtype=cache_dtype)
+            a[name][1][0, 20] = math.nan
+            broken = outputs(a, path=path).isnan().all(-1).view(2, 2, group).tolist()
+            assert broken == [[[False] * group] * 2, [[True] * group, [False] * group]]
 
 
 def test_special_float16(path: str) -> None:
@@ -641,6 +664,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         with HostPool(CPUS[:1]) as emulated:
             check_all("amx", emulated)
             check_few_columns("amx", emulated)
+            check_growing_scores("amx", emulated)
             for lengths in ([16, 63, 64, 65, 127, 128], [129, 255, 256, 257, 300]):
                 for cache in (torch.bfloat16, torch.int8):
                     a = make(lengths=lengths, group=4, cache_dtype=cache, starts=[3] * len(lengths))

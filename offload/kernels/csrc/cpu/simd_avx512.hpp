@@ -33,6 +33,7 @@ struct Simd {
     }
 #if defined(OFFLOAD_HOST_PAIRS)
     typedef __m512i P;  // 32 bf16, or 64 bytes
+    static void hold(P& v) { __asm__("" : "+v"(v)); }
     static P load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
     static P load_pairs(const uint16_t* p, int count) {  // zeros behind them
         return _mm512_maskz_loadu_epi16(uint32_t((uint64_t(1) << count) - 1), p);
@@ -174,6 +175,20 @@ struct Simd {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++)
             rows[i] = (V)_mm512_permutexvar_epi32((__m512i)order, (__m512i)rows[i]);
+    }
+    // The lower eight lanes, and a number in the others.
+    static V lower(V v, float other) {
+        return (V)_mm512_insertf32x8((__m512)v, _mm256_set1_ps(other), 1);
+    }
+    static V other_half(V v) { return (V)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e); }
+    static bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
+    // Of even and odd elements, all in their order.
+    static void merge(V (&v)[2]) {
+        const __m512 a = (__m512)low(v[0], v[1]), b = (__m512)high(v[0], v[1]);
+        const __m512 front = _mm512_shuffle_f32x4(a, b, 0x44);
+        const __m512 back = _mm512_shuffle_f32x4(a, b, 0xee);
+        v[0] = (V)_mm512_shuffle_f32x4(front, front, 0xd8);
+        v[1] = (V)_mm512_shuffle_f32x4(back, back, 0xd8);
     }
     static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register
     static float sum(V v) {

@@ -28,6 +28,8 @@ struct Work {
     uint16_t* weights;   // these as the products want them: [blocks, kBlockRows, padded_columns]
     float* raw;          // sums as the products leave them: [blocks, kBlockRows, wide_dim]
     char* tiles;         // [16, kTileBytes]
+    float* block_weights[2];  // [64, kBlock], of two blocks of columns
+    float* block_sums;        // [wide_dim / 32, kBlock, 32]
 
     // Of a row's time, what products of so many elements with so many queries take. Each passes its
     // own, so that lines are asked for evenly: all at a row's first products they would wait for
@@ -63,6 +65,8 @@ struct Work {
         weights = reinterpret_cast<uint16_t*>(take(rows * padded_columns));
         raw = take(2 * rows * wide_dim);
         tiles = reinterpret_cast<char*>(take(16 * kTileBytes / 4));
+        for (float*& some : block_weights) some = take(64 * kBlock);
+        block_sums = take(int64_t(kBlock) * wide_dim);
         return floats;
     }
 

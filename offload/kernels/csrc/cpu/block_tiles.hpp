@@ -1,0 +1,107 @@
+// Keys of a block by tiles (AMX), bf16: its columns times eight queries.
+#pragma once
+#include "attend.hpp"
+#include "block_rows.hpp"
+#include "tiles.hpp"
+
+namespace {
+
+struct TileKeys {
+    typedef BF16 Cache;
+    static constexpr int kRows = 16;  // of a tile
+    // Products take less time than values do: half of the keys' lines are left to these.
+    static constexpr int kLinesWithValues = kLinesOfPair / 2;
+    static constexpr int kLinesOfTile = (kLinesOfPair - kLinesWithValues) * kRows / kBlockColumns;
+
+    static bool serves(int head_dim) { return head_dim % kChunkDims == 0; }
+    static void begin() { configure_tiles(); }
+    static void end() { _tile_release(); }
+
+    // The item's queries as tiles.
+    static void prepare(const Job& job, const Item& item, const Work& w) {
+        const OffloadHostAttention& c = job.call;
+        if (c.query_dtype != OFFLOAD_HOST_BF16) {
+            load_queries(job, item, w.queries);
+            return Tiles<HalfTiles>::prepare(w);
+        }
+        // High pieces alone.
+        const uint16_t* const queries = static_cast<const uint16_t*>(c.query) +
+                                        item.row * c.query_batch_stride +
+                                        int64_t(item.head) * w.group * c.query_head_stride;
+        float* to = reinterpret_cast<float*>(w.codes);
+        for (int d = 0; d < w.dim; d += kPair) {
+            V block[kBlockRows] = {};
+            for (int g = 0; g < w.group; g++)
+                __builtin_memcpy(&block[g], queries + g * c.query_head_stride + d, sizeof(V));
+            Simd::transpose(block);
+#pragma GCC unroll 16
+            for (int k = 0; k < kBlockRows; k++, to += kLanes) store(to, block[k]);
+        }
+    }
+
+    // Products of keys with queries, to w.tiles.
+    template <int Prefetch>
+    OFFLOAD_APART static void score(const Work& w, const Rows& keys, const char* ahead) {
+        const int64_t row_bytes = int64_t(w.dim) * 2;
+        const int count = (keys.count + kRows - 1) / kRows;
+        alignas(64) char rest[kRows * 512 * 2];
+        const char* tiles[kBlockColumns / kRows];
+        for (int i = 0; i < count; i++)
+            tiles[i] = reinterpret_cast<const char*>(keys.rows) + i * kRows * row_bytes;
+        if (const int some = keys.count % kRows) {  // what lies behind them may be anything
+            __builtin_memcpy(rest, tiles[count - 1], size_t(some * row_bytes));
+            __builtin_memset(rest + some * row_bytes, 0, size_t((kRows - some) * row_bytes));
+            tiles[count - 1] = rest;
+        }
+        written();
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t d = 0; d < row_bytes; d += kTileRow) {
+            _tile_loadd(4, reinterpret_cast<char*>(w.codes) + d * kBlockRows, kTileRow);
+            if (count > 0) {
+                _tile_loadd(5, tiles[0] + d, row_bytes);
+                _tile_dpbf16ps(0, 5, 4);
+                ask_for_tile<Prefetch>(ahead);
+            }
+            if (count > 1) {
+                _tile_loadd(5, tiles[1] + d, row_bytes);
+                _tile_dpbf16ps(1, 5, 4);
+                ask_for_tile<Prefetch>(ahead);
+            }
+            if (count > 2) {
+                _tile_loadd(5, tiles[2] + d, row_bytes);
+                _tile_dpbf16ps(2, 5, 4);
+                ask_for_tile<Prefetch>(ahead);
+            }
+            if (count > 3) {
+                _tile_loadd(5, tiles[3] + d, row_bytes);
+                _tile_dpbf16ps(3, 5, 4);
+                ask_for_tile<Prefetch>(ahead);
+            }
+        }
+        const int of_tile = w.dim / kPair * kLinesOfTile;
+        ask_for_lines<Prefetch>(ahead, 0, (kBlockColumns / kRows - count) * of_tile);
+        _tile_stored(0, w.tiles, kTileRow);
+        _tile_stored(1, w.tiles + kTileBytes, kTileRow);
+        _tile_stored(2, w.tiles + 2 * kTileBytes, kTileRow);
+        _tile_stored(3, w.tiles + 3 * kTileBytes, kTileRow);
+    }
+
+    // Of those, columns c and c + 1, eight queries each.
+    static V products(const Work& w, int c) {
+        const float* const a = reinterpret_cast<const float*>(w.tiles) + c * kBlockRows;
+        const float* const b = a + kBlockRows;
+        return Simd::join(a, b) + Simd::join(a + kBlock, b + kBlock);
+    }
+
+  private:
+    template <int Prefetch>
+    static inline void ask_for_tile(const char*& ahead) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLinesOfTile; i++, ahead += kLine) ask_for<Prefetch>(ahead);
+    }
+};
+
+}  // namespace
