@@ -13,7 +13,9 @@ struct TileKeys {
     static constexpr int kLinesWithValues = kLinesOfPair / 2;
     static constexpr int kLinesOfTile = (kLinesOfPair - kLinesWithValues) * kRows / kBlockColumns;
 
-    static bool serves(int head_dim) { return head_dim % kChunkDims == 0; }
+    static bool serves(int group, int head_dim) {
+        return group >= kLeastGroup && head_dim % kChunkDims == 0;
+    }
     static void begin() { configure_tiles(); }
     static void end() { _tile_release(); }
 

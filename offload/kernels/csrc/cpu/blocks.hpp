@@ -1,4 +1,4 @@
-// Four to eight queries of sixteen bits over caches of sixteen, in blocks of 64 columns: keys of a
+// Up to eight queries of sixteen bits over caches of sixteen, in blocks of 64 columns: keys of a
 // block, values of the block before it, and so on. Keys are multiplied as `Keys` does, values are
 // added up by vectors.
 //
@@ -150,7 +150,7 @@ void read_blocks(int prefetch, const Work& w, const Rows& keys, const Rows& valu
 template <class Keys>
 bool in_blocks(const Job& job) {
     const OffloadHostAttention& c = job.call;
-    return !c.read_only && job.group >= 4 && job.group <= kBlock && Keys::serves(c.head_dim) &&
+    return !c.read_only && job.group <= kBlock && Keys::serves(job.group, c.head_dim) &&
            c.query_dtype != OFFLOAD_HOST_F32 && c.softcap == 0 && c.slopes == nullptr &&
            c.scale > 0;
 }
