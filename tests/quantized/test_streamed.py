@@ -252,6 +252,23 @@ def test_dimensions_of_size_1_do_not_matter(
             assert torch.equal(folders.logits(model), wanted)
 
 
+def test_blocks_as_older_folders_name_them(source: Source, tmp_path: Path) -> None:
+    out = folders.pack(source("llama"), tmp_path / "out", "fp8-block")
+    with offload.run(out, device_map="nvme", device="cpu") as model:
+        wanted = folders.logits(model)
+    config = json.loads((out / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert weights["block_structure"] == [128, 128]
+    weights["block_structure"] = "128x128"
+    (out / "config.json").write_text(json.dumps(config))
+    with offload.run(out, device_map="nvme", device="cpu") as model:
+        assert torch.equal(folders.logits(model), wanted)
+    weights["block_structure"] = "128x"
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"weights.block_structure = '128x'; a block is two"):
+        offload.run(out, device_map="nvme", device="cpu")
+
+
 def test_codes_without_their_scales(source: Source, tmp_path: Path) -> None:
     """They would be taken for the weight."""
     out = folders.pack(source("llama"), tmp_path / "out", "w8a8")

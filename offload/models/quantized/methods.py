@@ -132,18 +132,22 @@ def _fp8(options: _Options) -> Method:
     options.need("fmt", ("e4m3",), "e4m3")
     options.need("expert_dtype", ("fp8",), "fp8")
     size = options.get("weight_block_size", None if "weight_block_size" in options else [128, 128])
-    if not _is_block(size):
+    block = _block(size)
+    if block is None:
         options.refuse("weight_block_size", "a block is two numbers above zero: [128, 128]")
-    form = WeightFormat("fp8", "fp8_block", (size[0], size[1]))
+    form = WeightFormat("fp8", "fp8_block", block)
     return Method("fp8", (("weight", "weight_scale_inv"),), lambda module: form)
 
 
-def _is_block(size: Any) -> bool:
-    return (
-        isinstance(size, (list, tuple))
-        and len(size) == 2
-        and all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in size)
-    )
+def _block(size: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block: [128, 128], or "128x128" in older folders."""
+    if isinstance(size, str):
+        size = [int(x) if x.isdecimal() else 0 for x in size.split("x")]
+    if not isinstance(size, (list, tuple)) or len(size) != 2:
+        return None
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in size):
+        return None
+    return size[0], size[1]
 
 
 def _mxfp4(options: _Options) -> Method:
@@ -247,10 +251,9 @@ def _scheme(scheme: _Options, common: str) -> WeightFormat:
     if strategy == "group":
         block = (1, weights.group())
     elif strategy == "block":
-        if not _is_block(weights.get("block_structure")):
+        block = _block(weights.get("block_structure"))
+        if block is None:
             weights.refuse("block_structure", "a block is two numbers above zero: [128, 128]")
-        rows, columns = weights.get("block_structure")
-        block = (rows, columns)
     assert block is not None
     zeros = kind == "int" and not weights.flag("symmetric", True)
     number = "fp8" if kind == "float" else "int4" if bits == 4 else "int8"
