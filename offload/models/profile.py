@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, UnsupportedError
+from offload.models.limits import positions
 from offload.models.modules import find_layers, shared_parameters
 from offload.models.parts import Part
 from offload.models.quantized.modules import scratch_bytes, whole_parameters
@@ -38,6 +39,7 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
     shape = ModelShape.of(model.config)
     query_width = _query_width(model.config, shape)
     score_heads, unfused = _fused_blocks(model)
+    limit, learnt = positions(model.config)
     return ModelProfile(
         name=name,
         layers=tuple(_layer(layer, model.config) for layer in layers.values()),
@@ -54,6 +56,7 @@ def model_profile(model: PreTrainedModel, name: str) -> ModelProfile:
         vocabulary=shape.vocabulary,
         score_heads=score_heads,
         unfused=unfused,
+        positions=limit if learnt else None,
     )
 
 

@@ -75,6 +75,7 @@ class ModelProfile:
     # Query heads whose scores the fused block writes to memory (ALiBi, a soft cap), a layer's mean.
     score_heads: float = 0.0
     unfused: str = ""  # why the fused engine cannot run it
+    positions: int | None = None  # that it learnt embeddings of, where it did
     engine: Engine = EVERYTHING  # that runs it
     allocator: bool = False  # whether memory is counted in the blocks that PyTorch takes on a GPU
 

@@ -58,13 +58,18 @@ def plan_job(
     where none is).
 
     A job without a batch has one sequence where the goal is not throughput. Raises BudgetError,
-    which says the least budget that would do, and HardwareError for a rate that is needed and not
-    known.
+    which says the least budget that would do, HardwareError for a rate that is needed and not
+    known, and ValueError for precisions that are not, or sequences longer than the model can read.
     """
     names = tuple(dict.fromkeys(weights)) or (model.native,)
     unknown = [name for name in names if name not in PRECISIONS]
     if unknown:
         raise ValueError(f"weights {unknown[0]!r} are not known; choose of {', '.join(PRECISIONS)}")
+    if model.positions is not None and job.length > model.positions:
+        raise ValueError(
+            f"{model.name} has {model.positions} positions, fewer than the {job.prompt} + "
+            f"{job.gen} tokens of a sequence: plan for fewer"
+        )
     if job.batch is None and goal is not Goal.THROUGHPUT:
         job = Job(job.prompt, job.gen, 1)
     least = least_device(model, hardware, job, names, budget.cpu)

@@ -58,6 +58,14 @@ def test_grouped_heads_and_chosen_experts() -> None:
     assert config_profile(wide, "wide").query_width == 128
 
 
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [("gpt2", 64), ("opt", 64), ("llama", None), ("bloom", None), ("t5", None)],
+)
+def test_positions_that_were_learnt_are_a_limit(name: str, positions: int | None) -> None:
+    assert model_profile(variants.build(name), name).positions == positions
+
+
 def test_a_folder_with_its_config_alone(tmp_path: Path) -> None:
     config = shape_config("tiny", torch.float16)
     config.save_pretrained(tmp_path)

@@ -412,6 +412,10 @@ def test_unknown_weights_and_impossible_jobs() -> None:
         plan_job(OPT_30B, H200, Budget(1, 1), Job(1, 1), weights=("fp3",))
     with pytest.raises(ValueError, match="gen is 0; a job needs at least 1"):
         Job(1, 0)
+    few = replace(OPT_30B, positions=64)
+    assert plan_job(few, H200, Budget(24 * GIB, 110 * GIB), Job(60, 4, 1)).choice.job.length == 64
+    with pytest.raises(ValueError, match=r"has 64 positions, fewer than the 60 \+ 5 tokens of a"):
+        plan_job(few, H200, Budget(24 * GIB, 110 * GIB), Job(60, 5, 1))
     for job in ((10**400, 1), (1, (1 << 30) + 1), (1, 1, 10**400)):
         with pytest.raises(ValueError, match="; plans are made for at most 1073741824"):
             Job(*job)
