@@ -16,7 +16,7 @@ from offload.bench.files import drop_cache, weight_files
 from offload.bench.memory import gpu_limit, reset_peaks
 from offload.bench.result import machine
 from offload.bench.setup import Setup
-from offload.bench.subject import Sizes, Subject
+from offload.bench.subject import Subject
 from offload.bench.workload import Workload
 
 
@@ -63,7 +63,7 @@ def measure_cold_start(subject: Subject, work: Workload, setup: Setup) -> ColdSt
     with subject.on_disk(setup.folder, setup.keep) as stored:
         folder = Path(stored.folder or "")
         files = weight_files(folder)
-        sizes = Sizes.of(stored.build())  # imports the model's code, too
+        sizes = stored.sizes_for(work)  # imports the model's code, too
         _wake(device)
         config = setup.config(stored, work)
         drop_cache(files)

@@ -17,11 +17,13 @@ from offload.bench.files import drop_cache, weight_files
 from offload.bench.random_model import random_model, write_random_checkpoint
 from offload.bench.random_quantised import with_random_codes
 from offload.bench.shapes import shape_config
+from offload.bench.workload import Workload
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
 from offload.home import home_folder
 from offload.models.build import build_model
+from offload.models.limits import check_length
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
 from offload.models.profile import expert_share
 from offload.models.quantized.methods import read_method
@@ -111,6 +113,12 @@ class Subject:
                 with_random_codes(model, self.wishes, self.device)
             return model
         return build_model(self._checkpoint(), dtype=self.dtype or "auto")
+
+    def sizes_for(self, work: Workload) -> Sizes:
+        """Its sizes. Raises ValueError where the work has more positions than the model."""
+        model = self.build()
+        check_length(model.config, work.prompt, work.gen)
+        return Sizes.of(model)
 
     def _checkpoint(self) -> Checkpoint:
         """The folder's; a plain one is quantised first, if it is to be."""

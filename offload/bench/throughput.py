@@ -28,7 +28,7 @@ from offload.bench.notes import (
 from offload.bench.peers import PEERS, Peer
 from offload.bench.result import Peaks, Result, Row, machine
 from offload.bench.setup import Setup
-from offload.bench.subject import Sizes, Subject
+from offload.bench.subject import Subject
 from offload.bench.workload import Timing, Workload, activation_bytes, measure
 from offload.kernels.choices import dtype_name
 from offload.scheduler.cost import Rates, predict_pass
@@ -73,7 +73,7 @@ def _measure_offload(
     timings of each.
     """
     device = subject.device
-    sizes = Sizes.of(subject.build())
+    sizes = subject.sizes_for(work)
     files: Sequence[Path] = weight_files(Path(subject.folder or "")) if setup.reads_files else ()
     links = copy_rates(device)
     disks = [read_rate(files)] if files else []

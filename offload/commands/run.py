@@ -177,11 +177,12 @@ def _generate(
     import torch
     from transformers import TextStreamer
 
-    from offload.models.limits import check_tokens
+    from offload.models.limits import check_length, check_tokens
 
     length = inputs["input_ids"].shape[1]
     check_tokens(model, inputs["input_ids"])
-    _check_length(model.config, length, args.max_new_tokens)
+    if beyond := check_length(model.config, length, args.max_new_tokens):
+        print(f"offload: warning: {beyond}", file=sys.stderr)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     temperature = {} if args.temperature is None else {"temperature": args.temperature}
     if args.seed is not None:
@@ -241,16 +242,3 @@ def _check_generation(args: argparse.Namespace) -> None:
         )
     if args.seed is not None and not -(1 << 63) <= args.seed < 1 << 64:
         raise ValueError(f"--seed must be a number of 64 bits, got {args.seed}")
-
-
-def _check_length(config: Any, prompt: int, new: int) -> None:
-    """Refuse positions that are not there; those beyond others only degrade."""
-    from offload.models.limits import positions
-
-    limit, learnt = positions(config)
-    if limit is None or prompt + new <= limit:
-        return
-    says = f"{prompt} prompt tokens and {new} new ones are more than the model's {limit} positions"
-    if learnt:
-        raise ValueError(f"{says}; lower --max-new-tokens or shorten the prompt")
-    print(f"offload: warning: {says}", file=sys.stderr)

@@ -23,6 +23,19 @@ def positions(config: PreTrainedConfig) -> tuple[int | None, bool]:
     return limit, getattr(text, "rope_parameters", None) is None
 
 
+def check_length(config: PreTrainedConfig, prompt: int, new: int) -> str:
+    """What to say of a prompt with `new` tokens that is longer than the model was made for, or "".
+    Raises ValueError where there are no such positions.
+    """
+    limit, learnt = positions(config)
+    if limit is None or prompt + new <= limit:
+        return ""
+    says = f"{prompt} prompt tokens and {new} new ones are more than the model's {limit} positions"
+    if learnt:
+        raise ValueError(f"{says}; take fewer new ones or a shorter prompt")
+    return says
+
+
 def check_tokens(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Raise ValueError where `ids` has one that the model has no embedding of."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)

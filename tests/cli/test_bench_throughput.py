@@ -253,6 +253,20 @@ def test_a_difference_is_told() -> None:
     assert a.compared_with(b) == "1 of 2 tokens equal to resident, logits differ by 0.5 at most"
 
 
+@pytest.mark.parametrize(
+    "work",
+    [("--prompt-len", 2040, "--gen-len", 9), ("--prompt-len", 2060, "--cold-start")],
+)
+def test_positions_that_the_model_does_not_have(
+    program: Any, tmp_path: Path, work: tuple[object, ...]
+) -> None:
+    where = ("--device", "cpu", "--folder", tmp_path)
+    done = program("bench", "throughput", "--shape", "tiny-opt", "--batch", 1, *where, *work)
+    assert (done.code, done.out) == (2, "")
+    assert "new ones are more than the model's 2048 positions" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("size", [4096, (9 << 20) + 5])
 def test_the_plain_reader_reads_past_the_cache(tmp_path: Path, size: int) -> None:
     file = tmp_path / "file"
