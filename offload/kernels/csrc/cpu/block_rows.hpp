@@ -61,7 +61,8 @@ __attribute__((always_inline)) inline void ask_for_lines(const char* lines, int 
 template <class Cache, int Prefetch, int KeyLines>
 OFFLOAD_APART void add_values(const Work& w, const Rows& values, const float* weights,
                               const Lines& ahead) {
-    static_assert(KeyLines == 0 || KeyLines == kLinesOfPair / 2);
+    constexpr int kOfFour = 4 * KeyLines / kLinesOfPair;
+    static_assert(kOfFour * kLinesOfPair == 4 * KeyLines);
     const char* value_line = ahead.values;
     const char* key_line = ahead.keys + int64_t(w.dim / kPair) * (kLinesOfPair - KeyLines) * kLine;
     for (int d = 0; d < w.dim; d += kPair) {
@@ -71,7 +72,7 @@ OFFLOAD_APART void add_values(const Work& w, const Rows& values, const float* we
         const float* weight = weights;
         const auto add = [&](int i) __attribute__((always_inline)) {
             ask_for<Prefetch>(value_line + i * kLine);
-            if (KeyLines > 0 && i % 2 == 0) ask_for<Prefetch>(key_line + i / 2 * kLine);
+            if (i < kOfFour) ask_for<Prefetch>(key_line + i * kLine);
             V value[2];
             load_block<Cache>(row + i * w.dim, value);
             Simd::hold(value[0]);
@@ -92,7 +93,7 @@ OFFLOAD_APART void add_values(const Work& w, const Rows& values, const float* we
             row += 4 * w.dim;
             weight += 4 * kBlock;
             value_line += 4 * kLine;
-            if (KeyLines > 0) key_line += 2 * kLine;
+            key_line += kOfFour * kLine;
         }
         for (; r < values.count; r++) {
             add(0);

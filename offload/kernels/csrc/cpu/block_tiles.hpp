@@ -9,9 +9,10 @@ namespace {
 struct TileKeys {
     typedef BF16 Cache;
     static constexpr int kRows = 16;  // of a tile
-    // Products take less time than values do: half of the keys' lines are left to these.
-    static constexpr int kLinesWithValues = kLinesOfPair / 2;
-    static constexpr int kLinesOfTile = (kLinesOfPair - kLinesWithValues) * kRows / kBlockColumns;
+    // Products take less time than values do, which have their own lines: so few of a pair's are
+    // asked for with them, so few with weights, and the rest with values.
+    static constexpr int kWithKeys = kLinesOfPair / 2, kWithWeights = kLinesOfPair / 4;
+    static constexpr int kLinesOfTile = kWithKeys * kRows / kBlockColumns;
 
     static bool serves(int group, int head_dim) {
         return group >= kLeastGroup && head_dim % kChunkDims == 0;

@@ -79,7 +79,7 @@ struct PairProducts {
 template <class Products>
 struct VectorKeys {
     typedef typename Products::Cache Cache;
-    static constexpr int kLinesWithValues = 0;
+    static constexpr int kWithKeys = kLinesOfPair, kWithWeights = 0;
 
     // Fewer queries take less time in turns of their own than eight do.
     static bool serves(int group, int head_dim) { return group > 6 && head_dim % kPair == 0; }

@@ -57,10 +57,10 @@ __attribute__((noinline, cold)) void rescale(const Work& w, Side& side, bool fir
     }
 }
 
-// Products of a block's keys become weights of its values.
-template <class Keys>
+// Products of a block's keys become weights of its values; lines of keys are asked for meanwhile.
+template <class Keys, int Prefetch>
 OFFLOAD_APART void weigh_block(const Work& w, Side& side, int block, float to_exponent,
-                               float* weights) {
+                               float* weights, const char* ahead) {
     const int count = side.columns_of(block), padded = (count + 7) / 8 * 8;
     V tops[4];
 #pragma GCC unroll 4
@@ -79,7 +79,11 @@ OFFLOAD_APART void weigh_block(const Work& w, Side& side, int block, float to_ex
     if (Simd::any(top > side.zero + kSlack)) rescale(w, side, block == 0, top);
     const V zero = side.zero == all(-INFINITY) ? V{} : side.zero;
     V totals[4] = {};
-    for (int t = 0; t < padded; t += 8)
+    const int pairs = w.dim / kPair;
+    ahead += pairs * Keys::kWithKeys * kLine;
+    const int lines = pairs * Keys::kWithWeights;
+    for (int t = 0; t < padded; t += 8) {
+        ask_for_lines<Prefetch>(ahead, lines * t / kBlockColumns, lines * (t + 8) / kBlockColumns);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             float* const at = weights + (t + 2 * i) * kBlock;
@@ -87,6 +91,8 @@ OFFLOAD_APART void weigh_block(const Work& w, Side& side, int block, float to_ex
             totals[i] += weight;
             store(at, weight);
         }
+    }
+    ask_for_lines<Prefetch>(ahead, lines * padded / kBlockColumns, lines);
     side.total += (totals[0] + totals[1]) + (totals[2] + totals[3]);
 }
 
@@ -123,29 +129,6 @@ inline Lines lines_of(const Work& w, const Side* side, const Side* next, int blo
     return {side->item.keys + at, side->item.values + at};
 }
 
-// Keys of a block and values of another, and lines of later ones.
-template <class Keys, int Prefetch>
-inline void read_blocks(const Work& w, const Rows& keys, const Rows& values, const float* weights,
-                        const Lines& ahead) {
-    Keys::template score<Prefetch>(w, keys, ahead.keys);
-    add_values<typename Keys::Cache, Prefetch, Keys::kLinesWithValues>(w, values, weights, ahead);
-}
-
-template <class Keys>
-void read_blocks(int prefetch, const Work& w, const Rows& keys, const Rows& values,
-                 const float* weights, const Lines& ahead) {
-    switch (prefetch) {
-        case OFFLOAD_HOST_PREFETCH_NONE:
-            return read_blocks<Keys, OFFLOAD_HOST_PREFETCH_NONE>(w, keys, values, weights, ahead);
-        case OFFLOAD_HOST_PREFETCH_L1:
-            return read_blocks<Keys, OFFLOAD_HOST_PREFETCH_L1>(w, keys, values, weights, ahead);
-        case OFFLOAD_HOST_PREFETCH_L2:
-            return read_blocks<Keys, OFFLOAD_HOST_PREFETCH_L2>(w, keys, values, weights, ahead);
-        default:
-            return read_blocks<Keys, OFFLOAD_HOST_PREFETCH_NTA>(w, keys, values, weights, ahead);
-    }
-}
-
 // Whether blocks are for such a call: nothing but a scale stands between products and scores.
 template <class Keys>
 bool in_blocks(const Job& job) {
@@ -155,7 +138,7 @@ bool in_blocks(const Job& job) {
            c.scale > 0;
 }
 
-template <class Keys>
+template <class Keys, int Prefetch>
 void attend_blocks(Job& job, int worker) {
     const OffloadHostAttention& c = job.call;
     Work w;
@@ -176,8 +159,11 @@ void attend_blocks(Job& job, int worker) {
     if (!open(job, *now)) return;
     bool more = true;
     Keys::begin();
-    for (int i = 0; i < distance; i++)
-        read_blocks<Keys>(c.prefetch, w, {}, {}, nullptr, lines_of(w, now, nullptr, i));
+    for (int i = 0; i < distance; i++) {
+        const Lines lines = lines_of(w, now, nullptr, i);
+        ask_for_lines<Prefetch>(lines.keys, 0, w.dim / kPair * kLinesOfPair);
+        ask_for_lines<Prefetch>(lines.values, 0, w.dim / kPair * kLinesOfPair);
+    }
     int turn = 0;
     for (int block = -1;;) {  // whose values are to be read
         const bool last = block + 1 == now->blocks;
@@ -195,11 +181,16 @@ void attend_blocks(Job& job, int worker) {
         }
         if (block >= 0) values = rows_of(now->item.values, *now, block);
         if (block <= 0) __builtin_memset(w.block_sums, 0, size_t(kBlock * w.dim) * sizeof(float));
-        read_blocks<Keys>(c.prefetch, w, keys, values, w.block_weights[turn],
-                          {lines_of(w, now, next, block + 1 + distance).keys,
-                           lines_of(w, now, next, block + distance).values});
+        const Lines lines = {lines_of(w, now, next, block + 1 + distance).keys,
+                             lines_of(w, now, next, block + distance).values};
+        Keys::template score<Prefetch>(w, keys, lines.keys);
+        add_values<typename Keys::Cache, Prefetch,
+                   kLinesOfPair - Keys::kWithKeys - Keys::kWithWeights>(
+            w, values, w.block_weights[turn], lines);
         turn ^= 1;
-        if (side != nullptr) weigh_block<Keys>(w, *side, ahead, to_exponent, w.block_weights[turn]);
+        if (side != nullptr)
+            weigh_block<Keys, Prefetch>(w, *side, ahead, to_exponent, w.block_weights[turn],
+                                        lines.keys);
         block++;
         if (!last) continue;
         const Item& item = now->item;
@@ -217,6 +208,20 @@ void attend_blocks(Job& job, int worker) {
         block = 0;
     }
     Keys::end();
+}
+
+template <class Keys>
+void attend_blocks(Job& job, int worker) {
+    switch (job.call.prefetch) {
+        case OFFLOAD_HOST_PREFETCH_NONE:
+            return attend_blocks<Keys, OFFLOAD_HOST_PREFETCH_NONE>(job, worker);
+        case OFFLOAD_HOST_PREFETCH_L1:
+            return attend_blocks<Keys, OFFLOAD_HOST_PREFETCH_L1>(job, worker);
+        case OFFLOAD_HOST_PREFETCH_L2:
+            return attend_blocks<Keys, OFFLOAD_HOST_PREFETCH_L2>(job, worker);
+        default:
+            return attend_blocks<Keys, OFFLOAD_HOST_PREFETCH_NTA>(job, worker);
+    }
 }
 
 }  // namespace
