@@ -37,11 +37,12 @@ class QuantGemm(Call):
     The weight is what `stored` (by the ends of names) stands for in `form`: int4 or int8 in
     `panels`, a scale a row or a group, with or without zero points, scales of the input's dtype.
     It is never written down; its codes are multiplied, and the sums of a group scaled in float32.
-    On a CPU, and on a GPU of compute capability 9.0 from 17 rows on (from 9 on for some weights of
-    8 MB and more), its elements are rounded as `Dequantize` rounds them instead. input: [...,
-    depth] of float16 or bfloat16 at a multiple of 16 bytes, rows likewise; weight: [outputs,
-    depth], or [2 * outputs, depth] where `gated`, gate rows first, `outputs` a multiple of 16; bias
-    as long as the weight has rows. out, residual: [..., outputs]; `out` may be `residual` itself.
+    On a CPU, and on a GPU of compute capability 9.0 from 9 rows on (and with fewer for weights that
+    should be quicker so, most of them large), its elements are rounded as `Dequantize` rounds them
+    instead. input: [..., depth] of float16 or bfloat16 at a multiple of 16 bytes, rows likewise;
+    weight: [outputs, depth], or [2 * outputs, depth] where `gated`, gate rows first, `outputs` a
+    multiple of 16; bias as long as the weight has rows. out, residual: [..., outputs]; `out` may be
+    `residual` itself.
     Sums are float32 in a fixed order: results repeat bit for bit on one kind of GPU. On a GPU,
     bfloat16 inputs are multiplied times 2^64 and sums back where codes are multiplied: magnitudes
     from 2^63 on become infinite, and rows whose magnitudes are all below about 2^-50 lose digits.

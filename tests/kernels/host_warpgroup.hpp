@@ -87,6 +87,19 @@ void wait_for_products() {
     finish_products(kPending);
 }
 
+// Takes the place of what copies in the background to other blocks (cluster.cuh).
+inline void send_to_cluster(uint32_t there, float4 x, uint32_t barrier) {
+    host_cuda::require(there / host_cuda::kSharedOfBlock == barrier / host_cuda::kSharedOfBlock,
+                       "a store and its barrier of different blocks");
+    host_cuda::require(
+        there % 16 == 0 && there % host_cuda::kSharedOfBlock + 16 <= host_cuda::shared_bytes,
+        "a store out of place");
+    HostBarrier& b = barrier_at(barrier);
+    memcpy(host_cuda::cluster_memory + there, &x, sizeof x);
+    b.arrived += sizeof x;
+    b.look();
+}
+
 inline void settle(uint32_t (&)[4]) {}
 template <int>
 void keep_registers() {}

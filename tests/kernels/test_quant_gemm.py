@@ -29,6 +29,14 @@ from offload.kernels.weight_format import WeightFormat
 # On the host as on a GPU of compute capability 9.0, as on another ("older"), and as on one of 8.0.
 HERE = [*MACHINES[:2], pytest.param("older"), *MACHINES[2:]]
 HOST_DEVICES = {"host": "0", "older": "1", "ampere": "2"}
+# Where a test says which clusters there are, two of that size run at once.
+CLUSTERS = "int cluster, int* count) {"
+ONLY_ONE_SIZE = """
+    if (const char* only = getenv("HOST_CLUSTER")) {
+        *count = cluster == atoi(only) ? 2 : 0;
+        return 0;
+    }
+"""
 EXAMPLES = {"reference": 10, "host": 8, "older": 12, "cuda": 400}
 FORMS = [
     WeightFormat.parse(f"{kind}-{shared}{zero}")
@@ -44,13 +52,15 @@ def host_library(ampere: bool = False) -> ctypes.CDLL:
     they are compiled for sm_80.
     """
     forms = (host_build.CSRC / "quant_gemm_forms.cuh").read_text()
-    assert "kLargeWeight = 8'000'000;" in forms
+    launches = (host_build.CSRC / "cluster_launch.cuh").read_text()
+    assert "kFewRows = 8;" in forms and CLUSTERS in launches
     instead = {
         "async_copy.cuh": '#include "host_async_copy.hpp"\n',
         "tensor_core.cuh": '#include "host_tensor_core.hpp"\n',
         "warpgroup.cuh": '#include "host_warpgroup.hpp"\n',
         # What is measured to be quick on a GPU is too large to be tried here.
-        "quant_gemm_forms.cuh": forms.replace("8'000'000", "0"),
+        "quant_gemm_forms.cuh": forms.replace("kFewRows = 8;", "kFewRows = 2;"),
+        "cluster_launch.cuh": launches.replace(CLUSTERS, CLUSTERS + ONLY_ONE_SIZE),
         # What it would declare is in host_gemm.hpp.
         "cluster.cuh": "#pragma once\n#define OFFLOAD_HAS_CLUSTERS 1\n",
     }
@@ -273,13 +283,41 @@ def test_a_deep_weight(machine: str, gated: bool) -> None:
         assert problem(machine, a, whole) is None, (name, rows)
 
 
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 8, 13, 30, 64])
+def test_clusters_of_any_size(rows: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that warpgroups have alone, in pairs, and both; and so many that sums take the place
+    of stages.
+    """
+    monkeypatch.setenv("HOST_CLUSTER", str(cluster))
+    for name, outputs, gated in (
+        ("int4-g64", 176, False),
+        ("int8-g32-zp", 112, True),
+        ("int4-g32", 608, False),
+        ("int4-g64-zp", 1024, False),
+    ):
+        a, whole = make(
+            "host",
+            WeightFormat.parse(name),
+            dtype=torch.bfloat16,
+            rows=rows,
+            groups=13,
+            outputs=outputs,
+            gated=gated,
+            residual="in place",
+            drawn=True,
+        )
+        wrong = problem("host", a, whole)
+        assert wrong is None, f"{name} {outputs}: {wrong}"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_shapes_of_real_models() -> None:
     for name in ("int4", "int4-g128-zp", "int8"):
         form = WeightFormat.parse(name)
         for depth, outputs in ((4096, 12288), (4096, 4096), (11008, 4096), (5120, 20480)):
-            for rows in (1, 16, 64):
+            for rows in (1, 8, 16, 64):
                 a, whole = make(
                     "cuda",
                     form,
@@ -294,9 +332,10 @@ def test_shapes_of_real_models() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [9, 16])
-def test_a_large_weight_of_few_rows(rows: int) -> None:
-    form = WeightFormat.parse("int4")
+@pytest.mark.parametrize("rows", [3, 8, 9, 16])
+@pytest.mark.parametrize("name", ["int4", "int4-zp", "int8"])
+def test_a_large_weight_of_few_rows(name: str, rows: int) -> None:
+    form = WeightFormat.parse(name)
     a, whole = make(
         "cuda", form, dtype=torch.bfloat16, rows=rows, groups=128, outputs=28672, drawn=True
     )
@@ -306,12 +345,13 @@ def test_a_large_weight_of_few_rows(rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("early", [False, True])
-def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote(early: bool) -> None:
+@pytest.mark.parametrize("rows", [2, 12, 24])
+def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote(rows: int, early: bool) -> None:
     """Forty products, each of the one before, on two buffers: a load that comes too early, or a
     write that comes too soon, shows."""
     torch.manual_seed(0)
     width = 2048
-    buffers = [torch.randn(2, width, device="cuda").bfloat16() for _ in range(2)]
+    buffers = [torch.randn(rows, width, device="cuda").bfloat16() for _ in range(2)]
     start = buffers[0].clone()
     calls = []
     for i in range(40):

@@ -135,6 +135,11 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
         : "memory");
 }
 
+// Barriers that were initialised are seen by other blocks of the cluster once they have met.
+__device__ __forceinline__ void fence_new_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // True in one lane of a whole warp. The compiler knows that it is one: behind a comparison of
 // lanes it puts a loop around each bulk copy, whose operands are of the warp.
 __device__ __forceinline__ bool elect_one() {

@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_to_block(float* mine, int rank, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
 }
 
-// Where block `rank` of the cluster has what lies at `mine` here, for store_to_cluster.
+// Where block `rank` of the cluster has what lies at `mine` here, for the two below.
 __device__ __forceinline__ uint32_t address_in_block(const void* mine, int rank) {
     const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
     uint32_t there;
@@ -43,6 +43,15 @@ __device__ __forceinline__ void store_to_cluster(uint32_t there, float4 x) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(x.x),
                  "f"(x.y), "f"(x.z), "f"(x.w)
                  : "memory");
+}
+
+// x lands there in the background, which the barrier there announces: it must expect the bytes.
+__device__ __forceinline__ void send_to_cluster(uint32_t there, float4 x, uint32_t barrier_there) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(there),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier_there)
+        : "memory");
 }
 
 // What block `rank` of the cluster has where `mine` lies here.

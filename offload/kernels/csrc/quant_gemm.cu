@@ -1,5 +1,6 @@
 // Products with quantised weights: which kernel of quant_gemm.cuh runs, and how it is launched.
 #include <algorithm>
+#include <limits>
 
 #include "cluster_launch.cuh"
 #include "quant_gemm.cuh"
@@ -96,7 +97,38 @@ struct QuantCall {
     QuantForm form;
     QuantPlan plan;
     int blocks, shared;
+    double time;
 };
+
+// How long a call takes, in us, as measured on an H200 at up to 8 rows: what it is never below, and
+// a MB of codes, once, and once more by how few multiprocessors are busy with them.
+struct QuantTimes {
+    double least, of_codes, of_busy;
+};
+constexpr QuantTimes kInt4 = {2.3, 0.105, 0.134}, kInt4Zeros = {2.5, 0.04, 0.22},
+                     kInt8 = {1.6, 0.092, 0.135};
+// A MB of activations on their way from L2; a row of the sums of a block's bundle; blocks of a
+// cluster, which wait for each other and read such a row again.
+constexpr double kInputs = 0.113, kSums = 0.015, kFirstDoubling = 1.15, kDoubling = 0.46,
+                 kClusterSums = 0.009;
+
+double time_of(const OffloadQuantGemm& a, const Device& device, const QuantCall& call,
+               int at_once) {
+    const QuantPlan& p = call.plan;
+    const QuantTimes& t = a.bits == 8 ? kInt8 : a.zero ? kInt4Zeros : kInt4;
+    const double codes = 1e-6 * a.outputs * (a.gated ? 2 : 1) * a.depth * a.bits / 8;
+    const double inputs = 2e-6 * a.rows * a.depth * call.blocks / p.cluster;
+    const int longest =
+        (p.bundles + (p.longer_clusters > 0)) * ceil_div(call.blocks, at_once * p.cluster);
+    const int bundles = a.gated ? p.tiles : ceil_div(p.tiles, call.form.tiles);
+    const double busy = static_cast<double>(bundles) * p.cluster /
+                        (static_cast<double>(longest) * device.multiprocessors);
+    double time = t.least + t.of_codes * codes + t.of_busy * codes / busy + kInputs * inputs +
+                  kSums * a.rows * longest;
+    if (p.cluster > 1) time += kFirstDoubling + kClusterSums * a.rows * longest;
+    for (int cluster = 4; cluster <= p.cluster; cluster *= 2) time += kDoubling;
+    return time;
+}
 
 // Where everything lies if `clusters` of `cluster` blocks share out the work; false where there is
 // no room.
@@ -147,15 +179,8 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
     QuantCall tried;
     tried.form = form_of(a);
     found = false;
-    double best = 0.;
-    // In bytes of HBM, as time goes by on an H200: activations' way from L2 takes nearly as long as
-    // that of codes from HBM, and blocks of a cluster wait for each other.
-    constexpr double kInputs = 0.9, kFirstDoubling = 5e6, kDoubling = 2.5e6;
-    double waiting = 0.;
-    const double codes = static_cast<double>(a.outputs) * (a.gated ? 2 : 1) * a.depth * a.bits / 8;
     const int most = device.major >= 9 ? kMostCluster : 1;
     for (int cluster = 1; cluster <= most; cluster *= 2) {
-        if (cluster > 1) waiting += cluster == 2 ? kFirstDoubling : kDoubling;
         int clusters = 0;
         if (int status = count_clusters("quant_gemm", tried.form.kernel, tried.form.warps * 32,
                                         device.shared_per_block, device, cluster, &clusters))
@@ -164,19 +189,9 @@ int make_call(const OffloadQuantGemm& a, const Device& device, QuantCall& call, 
         // More than run at once, where one has no room for the sums of all of its outputs.
         for (int waves = 1; clusters * waves * cluster <= kMostBlocks; waves *= 2) {
             if (!lay_out(a, device, cluster, clusters * waves, tried)) continue;
-            const QuantPlan& p = tried.plan;
-            const int turns = ceil_div(tried.blocks, clusters * cluster);
-            const int longest = (p.bundles + (p.longer_clusters > 0)) * turns;
-            const int bundles = a.gated ? p.tiles : ceil_div(p.tiles, tried.form.tiles);
-            const double busy = static_cast<double>(bundles) * cluster /
-                                (static_cast<double>(longest) * device.multiprocessors);
-            const double inputs = 2. * a.rows * a.depth * tried.blocks / cluster;
-            const double cost = codes / busy + kInputs * inputs + waiting;
-            if (!found || cost < best) {
-                best = cost;
-                call = tried;
-                found = true;
-            }
+            tried.time = time_of(a, device, tried, clusters);
+            if (!found || tried.time < call.time) call = tried;
+            found = true;
             break;
         }
     }
@@ -200,7 +215,13 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     if (a.rows == 0) return 0;
     if (!a.input || !a.codes || !a.scale || !a.output)
         return refuse("quant_gemm: input, codes, scale and output must not be null");
-    if (takes_wide_quant_gemm(a, device)) return wide_quant_gemm(a, device, stream);
+    QuantCall few;
+    bool has_room = false;
+    if (a.rows <= kFewRows)
+        if (int status = make_call(a, device, few, has_room)) return status;
+    const double time = has_room ? few.time : std::numeric_limits<double>::infinity();
+    if (takes_wide_quant_gemm(a, device, time)) return wide_quant_gemm(a, device, stream);
+    if (has_room) return launch_call(few, a, stream);
     for (int first = 0; first < a.rows;) {
         OffloadQuantGemm part = a;
         part.rows = std::min(a.rows - first, kMostAtOnce);

@@ -4,13 +4,11 @@
 
 namespace offload {
 
-// Up to so many rows, from 9 on, weights of so many bytes are quicker there, measured in bfloat16
-// with int4 codes without zero points (no smaller one was measured); with more rows, of which the
-// other form reads the weight several times, all are.
-constexpr int kFewRows = 16;
-constexpr int64_t kLargeWeight = 8'000'000;
+// Of more rows all are taken there; of so many those that should be quicker there.
+constexpr int kFewRows = 8;
 
-bool takes_wide_quant_gemm(const OffloadQuantGemm& a, const Device& device);
+// `time`: how long the other form should take, in us, where there are few rows.
+bool takes_wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, double time);
 // Issues it; its arguments have been checked.
 int wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, void* stream);
 

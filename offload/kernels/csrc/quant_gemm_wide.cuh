@@ -1,14 +1,15 @@
-// Many rows of activations times a quantised weight in panels, on warpgroups (sm_90a).
+// Rows of activations times a quantised weight in panels, on warpgroups (sm_90a).
 //
 // The weights are operand A, in registers, where codes become what a weight made whole would hold:
 // code times scale, rounded once. The activations are operand B, in shared memory. A block has some
 // tiles of 16 outputs, shared out to its warps, and all of their depth (a cluster's blocks share it
 // out), which passes through a ring of stages: codes by bulk copies, and activations by way of the
 // registers of four warps that do nothing else, since their order must be that of the panels'
-// columns. Sums stay in registers to the end, and are then added up across the cluster in order:
-// results repeat bit for bit.
+// columns. Sums stay in registers to the end; then each block of a cluster gets those of its part
+// of the outputs, and adds them up in order: results repeat bit for bit.
 #pragma once
 #include "quant_gemm_wide_operands.cuh"
+#include "quant_gemm_wide_pieces.cuh"
 #include "quant_gemm_wide_plan.cuh"
 #include "quant_gemm_wide_stages.cuh"
 #include "quant_gemm_wide_sums.cuh"
@@ -30,7 +31,7 @@ __device__ __forceinline__ void multiply_stages(const OffloadQuantGemm& a, const
     constexpr int kTiles = kAlone + kPair, kHalves = Shape::kHalves, kColumns = Shape::kColumns;
     constexpr int kGroupSteps = Shape::kGroupSteps;
     const int row = lane / 4, quarter = lane % 4, g = warp / 4;
-    const uint32_t barriers = shared_address(shared) + Shape::kBarriersAt;
+    const uint32_t barriers = shared_address(shared) + Shape::barriers_at(p);
 
     // Scales of a stage are asked for a stage ahead, by a quarter's lanes those of a chunk.
     const uint32_t* scales_of[kTiles];
@@ -38,7 +39,8 @@ __device__ __forceinline__ void multiply_stages(const OffloadQuantGemm& a, const
     int codes_of[kTiles];  // in a stage
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-        const int slot = shares.slot(g, m) + warp % 4;
+        int slot = shares.slot(g, m) + warp % 4;
+        if (!Shape::kMany) slot = min(slot, work.bundles * 2 - 1);  // stages have no more
         const int64_t tile = work.tile(a, p, slot);
         scales_of[m] = static_cast<const uint32_t*>(a.scale) + tile * p.groups * 8 + row;
         zeros_of[m] = static_cast<const Zero*>(a.zero) + tile * p.groups * 8 + row;
@@ -75,10 +77,10 @@ __device__ __forceinline__ void multiply_stages(const OffloadQuantGemm& a, const
             }
         fetch_scales(stage + 1);
         barrier_wait(barriers + place * 8, parity);
-        const unsigned char* const codes = shared + place * Shape::kStageBytes;
-        const uint64_t stage_inputs = inputs + place * (Shape::kStageBytes / 16);
+        const unsigned char* const codes = shared + place * Shape::stage_bytes(p);
+        const uint64_t stage_inputs = inputs + place * (Shape::stage_bytes(p) / 16);
         auto stage_before_is_read = [&] {
-            if (stage > 0 && lane == 0) barrier_arrive(barriers + (Shape::kStages + last) * 8);
+            if (stage > 0 && lane == 0) barrier_arrive(barriers + (Shape::kMostStages + last) * 8);
         };
         // Of the next chunk of a tile, asked for while one is converted.
         uint4 next_words;
@@ -128,7 +130,7 @@ __device__ __forceinline__ void multiply_stages(const OffloadQuantGemm& a, const
             }
         }
         last = place;
-        if (++place == Shape::kStages) {
+        if (++place == Shape::stages(p)) {
             place = 0;
             parity ^= 1;
         }
@@ -164,57 +166,97 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const WideWork<Shape> work(p, static_cast<int>(blockIdx.x));
     const WideShares<Shape> shares(work);
     const int busy_warps = shares.busy_warps();
-    const uint32_t barriers = shared_address(shared) + Shape::kBarriersAt;
-    if (warp == kWarps) {
-        if (lane < 2 * Shape::kStages)
-            barrier_init(barriers + lane * 8,
-                         lane < Shape::kStages ? 1 + Shape::kInputWarps : busy_warps);
+    const uint32_t barriers = shared_address(shared) + Shape::barriers_at(p);
+    [[maybe_unused]] unsigned char* const parts_barrier_at =
+        shared + Shape::barriers_at(p) + 2 * Shape::kMostStages * 8;
+    [[maybe_unused]] const uint32_t parts_barrier = shared_address(parts_barrier_at);
+    if constexpr (Shape::kMany) {
+        if (warp == kWarps) {
+            if (lane < 2 * Shape::kMostStages)
+                barrier_init(barriers + lane * 8,
+                             lane < Shape::kMostStages ? 1 + Shape::kInputWarps : busy_warps);
+            fence_before_bulk_copies();
+        }
+    } else if (warp == kWarps && elect_one()) {  // no loop over lanes: the first copies wait for it
+#pragma unroll
+        for (int place = 0; place < Shape::kMostStages; ++place) {
+            barrier_init(barriers + place * 8, 1 + Shape::kInputWarps);
+            barrier_init(barriers + (Shape::kMostStages + place) * 8, busy_warps);
+        }
+        barrier_init(parts_barrier, 1);
+        fence_new_barriers();
         fence_before_bulk_copies();
     }
     __syncthreads();
     let_next_kernel_begin();
 
-    float* const parts = reinterpret_cast<float*>(shared);
-    // Stages become the place of sums when all blocks have read theirs.
-    auto stages_are_read = [&] {
+    float* const parts = reinterpret_cast<float*>(shared + Shape::parts_at(p));
+    [[maybe_unused]] const WidePlaces<Shape> pieces(a, p, work, shares);
+    // Sums may be sent when all blocks of the cluster have begun, and, where stages become their
+    // place, have read those.
+    const bool apart = Shape::parts_at(p) > 0;
+    if (p.cluster > 1 && apart) cluster_arrive_relaxed();
+    auto wait_for_parts = [&] {
         if (p.cluster > 1) {
-            cluster_arrive_relaxed();
+            if (!apart) cluster_arrive_relaxed();
             cluster_wait();
-        } else {
+        } else if (!apart) {
             __syncthreads();
         }
     };
     if (warp >= kWarps) {
         keep_registers<Shape::kInputRegisters>();
+        if (!Shape::kMany && p.cluster > 1 && warp == kWarps + 1 && elect_one())
+            barrier_expect(parts_barrier, pieces.bytes(a.rows, p, work.rank, shares.paired));
         bring_stages<Shape>(a, p, work, shared, warp - kWarps, lane);
-        stages_are_read();
+        wait_for_parts();
     } else {
         take_registers<Shape::kMultiplyRegisters>();
         if (warp >= busy_warps) {
-            stages_are_read();
+            wait_for_parts();
         } else {
             float sums[kTiles][Shape::kColumns][4] = {};
             with_share<Shape>(shares, warp / 4, [&](auto alone, auto pair) {
                 multiply_stages<T, kBits, kZeros, decltype(alone)::value, decltype(pair)::value>(
                     a, p, work, shares, shared, warp, lane, sums);
             });
-            stages_are_read();
+            wait_for_parts();
             with_cluster(p.cluster_bits, [&](auto cluster) {
-                send_sums<decltype(cluster)::value, Shape>(work, shares, parts, warp, lane, sums);
+                constexpr int kCluster = decltype(cluster)::value;
+                if constexpr (Shape::kMany)
+                    send_sums<kCluster, Shape>(work, shares, parts, warp, lane, sums);
+                else
+                    send_pieces<kCluster>(a, work, shares, pieces, parts, parts_barrier_at, warp,
+                                          lane, sums);
             });
         }
     }
     wait_for_previous_kernel();
-    if (p.cluster > 1) {
-        cluster_arrive();
-        cluster_wait();
+    if constexpr (Shape::kMany) {
+        if (p.cluster > 1) {
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
+        with_cluster(p.cluster_bits, [&](auto cluster) {
+            write_outputs<decltype(cluster)::value, T, kBits, Shape>(a, p, work, shares, parts,
+                                                                     warp, lane);
+        });
     } else {
-        __syncthreads();
+        with_cluster(p.cluster_bits, [&](auto cluster) {
+            WideOutputs<decltype(cluster)::value, T, kBits, Shape> outputs(a, p, work, warp, lane);
+            bool there = outputs.look_up(pieces);
+            if (p.cluster > 1)
+                barrier_wait(parts_barrier, 0);
+            else
+                __syncthreads();
+            while (there) {
+                outputs.write(shares, pieces, parts);
+                there = outputs.look_up(pieces);
+            }
+        });
     }
-    with_cluster(p.cluster_bits, [&](auto cluster) {
-        write_outputs<decltype(cluster)::value, T, kBits, Shape>(a, p, work, shares, parts, warp,
-                                                                 lane);
-    });
 }
 #else
 template <typename T, int kBits, bool kZeros, typename Shape>

@@ -11,14 +11,16 @@ struct WidePlan {
     int32_t chunks, block_chunks, longer_blocks;  // of a row; of a block, the first have one more
     int32_t tiles;                                // of 16 outputs
     int32_t groups, group_shift;                  // of a row; log2 of the chunks that share one
+    int32_t stages, stage_bytes;                  // of the ring; of one
+    int32_t parts_at, barriers_at;  // in shared memory: sums (0: where stages were); barriers
 };
 
-template <int kBits, int kHalves_, int kColumns_, int kTiles_, int kWarps_, int kStageChunks_,
-          int kStages_>
+template <int kBits, int kHalves_, int kColumns_, int kTiles_, int kWarps_, int kStageChunks_>
 struct WideShape {
     static constexpr int kHalves = kHalves_;    // of a chunk, with scales of their own
     static constexpr int kColumns = kColumns_;  // of 8 rows of activations each
-    static constexpr int kTiles = kTiles_;      // of a warp
+    static constexpr int kColumnBits = kColumns / 2 - kColumns / 8;   // its log2
+    static constexpr int kTiles = kTiles_;                            // of a warp
     static constexpr int kWarps = kWarps_, kWarpgroups = kWarps / 4;  // that multiply
     static constexpr int kInputWarps = kWarps == 8 ? 8 : 4;           // that bring stages
     static constexpr int kThreads = (kWarps + kInputWarps) * 32;
@@ -29,23 +31,40 @@ struct WideShape {
     static constexpr int kSteps = kChunkDepth / 16;  // of a chunk
     static constexpr int kGroupSteps = kSteps / 2;   // of a group of products
     static constexpr int kSlots = kWarps * kTiles;
-    static constexpr int kStages = kStages_, kStageChunks = kStageChunks_;
+    // With many rows all blocks have the same ring, and sums take its place; else stages are as
+    // large as a block's slots ask for, and there are as many as there is room for.
+    static constexpr bool kMany = kColumns == 8;
+    static constexpr int kMostStages = kMany ? 4 : 8, kStageChunks = kStageChunks_;
     static constexpr int kFirstStages = 2;  // asked for before the activations
     static constexpr int kStageDepth = kStageChunks * kChunkDepth;
     static constexpr int kInputBytes = kColumns * 16 * kStageDepth;  // of a stage
     static constexpr int kSlotBytes = kStageChunks * 512;
-    static constexpr int kStageBytes = kInputBytes + kSlots * kSlotBytes;
+    // Whose activations are on their way to registers at a time.
+    static constexpr int kSides = kColumns * kChunkDepth <= 64 ? 4 : 2;
+    static constexpr int kStageBytes = kInputBytes + kSlots * kSlotBytes;  // of all slots
     // Sums: pieces of a warp, of 16 outputs and 8 rows each, shared out to the blocks of a cluster.
     static constexpr int kPieces = kTiles * kColumns, kPieceFloats = 144;
     static constexpr int kMostCluster = 8;
     static constexpr int kPartsBytes =
         (kPieces > kMostCluster ? kPieces : kMostCluster) * kWarps * kPieceFloats * 4;
     static constexpr int kBarriersAt =
-        kStages * kStageBytes > kPartsBytes ? kStages * kStageBytes : kPartsBytes;
-    static constexpr int kShared = kBarriersAt + 2 * kStages * 8;
+        kMostStages * kStageBytes > kPartsBytes ? kMostStages * kStageBytes : kPartsBytes;
+
+    static __device__ __forceinline__ int stages(const WidePlan& p) {
+        return kMany ? kMostStages : p.stages;
+    }
+    static __device__ __forceinline__ int stage_bytes(const WidePlan& p) {
+        return kMany ? kStageBytes : p.stage_bytes;
+    }
+    static __device__ __forceinline__ int parts_at(const WidePlan& p) {
+        return kMany ? 0 : p.parts_at;
+    }
+    static __device__ __forceinline__ int barriers_at(const WidePlan& p) {
+        return kMany ? kBarriersAt : p.barriers_at;
+    }
     static_assert(kWarps == 8 || kWarps == 16, "pairs of warpgroups");
     static_assert(kStageChunks == 2 || kStageChunks == 4, "a lane of each quarter has scales");
-    static_assert(kShared <= 232448, "what a block may have");
+    static_assert(!kMany || kBarriersAt + 2 * kMostStages * 8 <= 232448, "what a block may have");
 };
 
 // Which part of the product a block has.

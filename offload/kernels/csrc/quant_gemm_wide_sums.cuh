@@ -1,5 +1,5 @@
-// The end of quant_gemm_wide.cuh: sums of a cluster go to the blocks that add them up, and become
-// outputs.
+// The end of quant_gemm_wide.cuh with more than 32 rows: sums of a cluster go to the blocks that
+// add them up, and become outputs.
 #pragma once
 #include "cluster.cuh"
 #include "quant_gemm_wide_plan.cuh"

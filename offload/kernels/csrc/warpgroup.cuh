@@ -54,6 +54,13 @@ __device__ __forceinline__ void settle(uint32_t (&a)[4]) {
 
 #define OFFLOAD_PRODUCTS(type, dtype)                                                            \
     /* c += a * b */                                                                             \
+    __device__ __forceinline__ void multiply_group(float (&c)[1][4], const uint32_t (&a)[4],     \
+                                                   uint64_t b, type) {                           \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." dtype "." dtype                \
+                     " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"                      \
+                     : OFFLOAD_SUMS(0)                                                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                      \
+    }                                                                                            \
     __device__ __forceinline__ void multiply_group(float (&c)[2][4], const uint32_t (&a)[4],     \
                                                    uint64_t b, type) {                           \
         asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." dtype "." dtype               \
