@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.device import ComputeDevice
 from offload.errors import ClosedError, UnsupportedError
+from offload.models.lockstep.crossing import Owner, crossing
 from offload.models.parts import Part
 from offload.scheduler.stream import Meeting, Stream
 from offload.trace import Trace
@@ -47,6 +48,7 @@ class PassOwner:
         self.lock = threading.RLock()  # held by whoever runs a pass
         self.depth = 0  # forwards inside one another, of the thread that holds the lock
         self.lockstep: Meeting | None = None  # of several jobs that run passes together
+        self.awaits: Owner | None = None  # whose model a job of that has called
         self._start: Any = None
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_PASSES)
         self.passes = 0
@@ -103,7 +105,7 @@ class PassOwner:
 
     def close(self) -> None:
         """No pass begins any more; waits for the one under way."""
-        with self.lock:
+        with crossing(self), self.lock:
             self.closed = True
 
     def pass_seconds(self) -> list[float]:
@@ -125,7 +127,7 @@ def _unlock_after_fork() -> None:
     """A thread that held a lock does not come along into a forked process to release it."""
     for owner in list(_owners):
         owner.lock = threading.RLock()
-        owner.depth = 0
+        owner.depth, owner.awaits = 0, None
 
 
 os.register_at_fork(after_in_child=_unlock_after_fork)
@@ -170,7 +172,7 @@ class _Forward(NotCopied):
         owner = self._owner
         # Ctrl-C may come at any call: the lock is taken by `with`, which leaves no gap before the
         # block, and the depth is restored by a plain assignment, not counted down.
-        with owner.lock:
+        with crossing(owner), owner.lock:
             depth = owner.depth
             owner.depth = depth + 1
             try:

@@ -664,6 +664,38 @@ def test_another_threads_pass_comes_after_all(model: Any) -> None:
     assert not thread.is_alive() and torch.equal(found[0], want)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nested", [False, True], ids=["call", "lock step"])
+def test_threads_that_call_each_others_model_do_not_wait_for_ever(
+    variant_folder: Folder, nested: bool
+) -> None:
+    models = [offload.run(variant_folder("llama"), device="cpu") for _ in range(2)]
+    ids = variants.inputs("llama")["input_ids"]
+    both = threading.Barrier(2)
+    failed: list[JobError] = []
+
+    def run(own: Any, other: Any) -> None:
+        def crosswise() -> None:
+            both.wait()
+            other.offload.together([lambda: other(ids)]) if nested else other(ids)
+
+        try:
+            own.offload.together([crosswise])
+        except JobError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in (models, models[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed and all("call each other's model" in str(error) for error in failed)
+    for model, other in (models, models[::-1]):  # from one thread it is no circle
+        model.offload.together([lambda other=other: other(ids)] * 2)
+    for model in models:
+        model.offload.close()
+
+
 @pytest.mark.compat
 def test_static_caches_are_not_shared(variant_folder: Folder) -> None:
     plain = comparison.plain_model(variant_folder("llama"))

@@ -20,6 +20,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from offload.errors import JobError, UnsupportedError
 from offload.kernels.call import current_stream
 from offload.models.hooked import PassOwner
+from offload.models.lockstep.crossing import crossing, stepping
 from offload.models.lockstep.set_aside import GrownTables, ThreadSettings
 from offload.models.lockstep.spent import let_forwards_go
 
@@ -263,7 +264,8 @@ def run_together(
     if not isinstance(calls, Iterable):
         raise TypeError(f"together() takes a list of functions, got {calls!r}")
     elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-    with owner.lock, torch.cuda.device(device) if elsewhere else nullcontext():
+    on_device = torch.cuda.device(device) if elsewhere else nullcontext()
+    with crossing(owner), owner.lock, stepping(owner), on_device:
         if owner.lockstep is not None:
             raise UnsupportedError(
                 "together() within together() of the same model: give all calls to one of them"
