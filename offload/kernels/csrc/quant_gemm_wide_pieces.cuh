@@ -2,6 +2,7 @@
 // the blocks that add them up, and become outputs.
 #pragma once
 #include "cluster.cuh"
+#include "quant_gemm_wide_four.cuh"
 #include "quant_gemm_wide_plan.cuh"
 #include "warpgroup.cuh"
 
@@ -150,15 +151,7 @@ struct WideOutputs {
                 for (int j = 0; j < 4; ++j)
                     y[k][j] = y[k][j] * kUndo + (a.bias ? to_float(bias[k][j]) : 0.f);
             }
-            if (a.activation != OFFLOAD_IDENTITY)
-#pragma unroll 1
-                for (int j = 0; j < 4; ++j) {  // in turn: its code is long
-                    const float z = activate(y[0][0], a.activation);
-                    y[0][0] = y[0][1];
-                    y[0][1] = y[0][2];
-                    y[0][2] = y[0][3];
-                    y[0][3] = z;
-                }
+            activate_four(y[0], a.activation);
             T out[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -167,14 +160,7 @@ struct WideOutputs {
                 out[j] = from_float<T>(y[0][j]);
             }
             T* const to = static_cast<T*>(a.output) + row * a.output_stride + n;
-            if (reinterpret_cast<uintptr_t>(a.output) % 8 == 0 && a.output_stride % 4 == 0) {
-                uint2 all;
-                memcpy(&all, out, sizeof all);
-                *reinterpret_cast<uint2*>(to) = all;
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) to[j] = out[j];
-            }
+            write_four(to, out, takes_fours(a));
         }
         item += Shape::kThreads / 32;
     }

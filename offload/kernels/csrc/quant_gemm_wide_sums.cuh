@@ -2,6 +2,7 @@
 // add them up, and become outputs.
 #pragma once
 #include "cluster.cuh"
+#include "quant_gemm_wide_four.cuh"
 #include "quant_gemm_wide_plan.cuh"
 #include "warpgroup.cuh"
 
@@ -65,7 +66,7 @@ __device__ __forceinline__ void write_outputs(const OffloadQuantGemm& a, const W
     const T* const residual = static_cast<const T*>(a.residual);
     const int in_row = lane / 4, quarter = lane % 4;
     const int in_piece = quarter % 2 * 80 + quarter / 2 * 2 + in_row / 2 * 4 + in_row % 2;
-    const bool whole = reinterpret_cast<uintptr_t>(a.output) % 8 == 0 && a.output_stride % 4 == 0;
+    const bool whole = takes_fours(a);
     const int slots = work.bundles * 2, slot_step = a.gated ? 2 : 1;
     for (int slot = warp * slot_step; slot < slots; slot += kAllWarps * slot_step) {
         const int tile = a.gated ? work.first + slot / 2 : work.first * 2 + slot;
@@ -104,15 +105,7 @@ __device__ __forceinline__ void write_outputs(const OffloadQuantGemm& a, const W
 #pragma unroll
                 for (int j = 0; j < 4; ++j) y[k][j] = y[k][j] * kUndo + own_bias[k][j];
             }
-            if (a.activation != OFFLOAD_IDENTITY)
-#pragma unroll 1
-                for (int j = 0; j < 4; ++j) {  // in turn: its code is long
-                    const float z = activate(y[0][0], a.activation);
-                    y[0][0] = y[0][1];
-                    y[0][1] = y[0][2];
-                    y[0][2] = y[0][3];
-                    y[0][3] = z;
-                }
+            activate_four(y[0], a.activation);
             if (row < a.rows) {
                 T out[4];
 #pragma unroll
@@ -121,14 +114,7 @@ __device__ __forceinline__ void write_outputs(const OffloadQuantGemm& a, const W
                     if (residual) y[0][j] += to_float(residual[row * a.residual_stride + n + j]);
                     out[j] = from_float<T>(y[0][j]);
                 }
-                if (whole) {
-                    uint2 all;
-                    memcpy(&all, out, sizeof all);
-                    *reinterpret_cast<uint2*>(to) = all;
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) to[j] = out[j];
-                }
+                write_four(to, out, whole);
             }
             from += Pieces::kStep;
             row += kCluster * 8;
