@@ -220,7 +220,9 @@ OFFLOAD_API int offload_quant_gemm(const OffloadQuantGemm* arguments, void* stre
     if (a.rows <= kFewRows)
         if (int status = make_call(a, device, few, has_room)) return status;
     const double time = has_room ? few.time : std::numeric_limits<double>::infinity();
-    if (takes_wide_quant_gemm(a, device, time)) return wide_quant_gemm(a, device, stream);
+    bool taken = false;
+    const int status = wide_quant_gemm(a, device, time, stream, taken);
+    if (taken) return status;
     if (has_room) return launch_call(few, a, stream);
     for (int first = 0; first < a.rows;) {
         OffloadQuantGemm part = a;

@@ -12,10 +12,9 @@
 namespace offload {
 
 #ifndef OFFLOAD_SM90A
-bool takes_wide_quant_gemm(const OffloadQuantGemm&, const Device&, double) { return false; }
-
-int wide_quant_gemm(const OffloadQuantGemm&, const Device&, void*) {
-    return refuse("quant_gemm: compiled without warpgroups");
+int wide_quant_gemm(const OffloadQuantGemm&, const Device&, double, void*, bool& taken) {
+    taken = false;
+    return 0;
 }
 #else
 namespace {
@@ -205,17 +204,16 @@ int make_call(const OffloadQuantGemm& a, const Device& device, WideCall& call) {
 
 }  // namespace
 
-bool takes_wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, double time) {
-    if (device.major != 9 || device.minor != 0) return false;
-    if (a.rows > kFewRows) return true;
+int wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, double time, void* stream,
+                    bool& taken) {
+    taken = false;
+    if (device.major != 9 || device.minor != 0) return 0;
     WideCall call;
-    return make_call(a, device, call) == 0 &&
-           std::max(call.time, least_time_of(a, call.form.times)) + kChange < time;
-}
-
-int wide_quant_gemm(const OffloadQuantGemm& a, const Device& device, void* stream) {
-    WideCall call;
-    if (int status = make_call(a, device, call)) return status;
+    const int status = make_call(a, device, call);
+    taken =
+        a.rows > kFewRows ||
+        (status == 0 && std::max(call.time, least_time_of(a, call.form.times)) + kChange < time);
+    if (status || !taken) return status;
     return launch_clusters("quant_gemm", call.form.kernel, call.blocks, call.form.threads,
                            device.shared_per_block, call.plan.cluster, a.launch_early, stream, a,
                            call.plan);
