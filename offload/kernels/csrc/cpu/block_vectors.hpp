@@ -2,6 +2,7 @@
 #pragma once
 #include "attend.hpp"
 #include "block_rows.hpp"
+#include "eights.hpp"
 
 namespace {
 
@@ -22,21 +23,7 @@ struct FloatProducts {
     }
     static inline void add(const uint16_t* a, const uint16_t* b, const char* queries,
                            V (&sums)[2 * kBlock]) {
-        V x[2], y[2];
-        load_block<Cache>(a, x);
-        load_block<Cache>(b, y);
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            Simd::hold(x[i]);
-            Simd::hold(y[i]);
-#pragma GCC unroll 8
-            for (int g = 0; g < kBlock; g++) {
-                const V query =
-                    Simd::load(reinterpret_cast<const float*>(queries) + (i * kBlock + g) * kLanes);
-                sums[g] += x[i] * query;
-                sums[kBlock + g] += y[i] * query;
-            }
-        }
+        add_eight<Cache>(a, b, reinterpret_cast<const float*>(queries), sums);
     }
 };
 

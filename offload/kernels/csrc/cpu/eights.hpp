@@ -7,6 +7,27 @@ namespace {
 
 constexpr int kEight = 8;
 
+// Adds the products of 2 * kLanes elements of two rows with those of eight queries, these packed.
+template <class Cache>
+__attribute__((always_inline)) inline void add_eight(const typename Cache::T* a,
+                                                     const typename Cache::T* b,
+                                                     const float* queries, V (&sums)[2 * kEight]) {
+    V x[2], y[2];
+    load_block<Cache>(a, x);
+    load_block<Cache>(b, y);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        Simd::hold(x[i]);
+        Simd::hold(y[i]);
+#pragma GCC unroll 8
+        for (int g = 0; g < kEight; g++) {
+            const V query = Simd::load(queries + (i * kEight + g) * kLanes);
+            sums[g] += x[i] * query;
+            sums[kEight + g] += y[i] * query;
+        }
+    }
+}
+
 // Scores of kRows rows and eight queries, these packed: of all eight a vector each in turn.
 template <class Cache>
 OFFLOAD_APART void score_eight(const Work& w, const typename Cache::T* rows, const float* queries,
@@ -21,20 +42,7 @@ OFFLOAD_APART void score_eight(const Work& w, const typename Cache::T* rows, con
         int d = 0;
         for (; d + 2 * kLanes <= w.dim; d += 2 * kLanes, query += 2 * kEight * kLanes) {
             ahead.pass(time);
-            V x[2], y[2];
-            load_block<Cache>(a + d, x);
-            load_block<Cache>(b + d, y);
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                Simd::hold(x[i]);
-                Simd::hold(y[i]);
-#pragma GCC unroll 8
-                for (int g = 0; g < kEight; g++) {
-                    const V q = Simd::load(query + (i * kEight + g) * kLanes);
-                    sums[g] += x[i] * q;
-                    sums[kEight + g] += y[i] * q;
-                }
-            }
+            add_eight<Cache>(a + d, b + d, query, sums);
         }
         for (; d < w.dim; d += kLanes, query += kEight * kLanes) {
             const bool whole = d + kLanes <= w.dim;
