@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import variants
 
 
 @dataclass
@@ -44,3 +45,12 @@ def program(
     logging.set_verbosity(verbosity)
     if bars:
         logging.enable_progress_bar()
+
+
+@pytest.fixture
+def few_words(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A variant with fewer embeddings than the tokenizer of `chat_model` has tokens."""
+    llama = variants.VARIANTS["llama"]
+    few = replace(llama, arguments=llama.arguments | {"vocab_size": 50})
+    monkeypatch.setitem(variants.VARIANTS, "few words", few)
+    return "few words"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,14 @@ def with_tokenizer(chat_model: Path, tmp_path: Path) -> Any:
 
 
 def test_a_model_that_cannot_read_the_text(
-    program: Any, with_tokenizer: Any, text: Path, monkeypatch: pytest.MonkeyPatch
+    program: Any, with_tokenizer: Any, text: Path, few_words: str
 ) -> None:
     """A GPU would fail an assertion, and be of no use from then on."""
-    llama = variants.VARIANTS["llama"]
-    few = replace(llama, arguments=llama.arguments | {"vocab_size": 50})
-    monkeypatch.setitem(variants.VARIANTS, "few words", few)
     for name, message in (
         ("gpt2", "a window of 70 tokens is more than the model's 64 positions: pass --window 64"),
         ("bert", "BertForMaskedLM does not predict a text's next token"),
         ("t5", "T5ForConditionalGeneration does not predict a text's next token"),
-        ("few words", "makes the token 122 of the text, and the model has 50 embeddings"),
+        (few_words, "makes the token 122 of the text, and the model has 50 embeddings"),
     ):
         asked = ("--text", text, "--weights", "int8-channel")
         done = program("bench", "quality", with_tokenizer(name), *asked)
