@@ -25,6 +25,16 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Some releases of argparse take the value of `--option=--` away and leave an empty list,
+        whatever the option's type.
+        """
+        for text in args or ():
+            name, equals, value = text.partition("=")
+            if name.startswith("--") and equals and value == "--":
+                self.error(f"argument {name}: '--' is no value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         self.exit(FAILED, f"offload: error: {message} (see `{self.prog} --help`)\n")
 

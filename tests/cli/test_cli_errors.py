@@ -39,6 +39,8 @@ CASES: dict[tuple[str, ...], str] = {
     (*RUN, "--dtype", "int8"): "dtype='int8'",
     (*RUN, "--device", "tpu"): "device='tpu' is not a device",
     (*RUN, "--max-new-tokens", "0"): "'0' is not a whole number above zero",
+    (*RUN, "--prefetch=--"): "argument --prefetch: '--' is no value",
+    ("run", "MODEL", "--prompt=--"): "argument --prompt: '--' is no value",
     (*RUN, "--prefetch", "1.5"): "'1.5' is not a whole number above zero",
     (*RUN, "--temperature", "2"): "belong to --sample",
     (*RUN, "--max-new-tokens", "9" * 22): "--max-new-tokens must be at most 1073741824, got 999",
