@@ -205,6 +205,24 @@ def test_rates_of_two_that_work_at_once() -> None:
         rates_beside(Paced(), _fail)
 
 
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_reader_that_fails_beside_something_else_says_why(after: int) -> None:
+    """Neither waited for for ever, nor taken for work that was too short."""
+
+    class Failing:
+        how = "until it fails"
+        left = after
+
+        def read(self) -> int:
+            if not self.left:
+                raise OffloadError("the cores went away")
+            self.left -= 1
+            return 1000
+
+    with pytest.raises(OffloadError, match="went away"):
+        rates_beside(Failing(), lambda: 5.0)
+
+
 def _fail() -> float:
     raise OffloadError("no")
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -163,17 +164,17 @@ def rates_beside(reader: Reader, other: Callable[[], float]) -> tuple[float, flo
             done += reader.read()
             marks.append((time.perf_counter(), done))
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        while not marks:
-            time.sleep(0.001)
-        start = time.perf_counter()
-        found = other()
-        stop = time.perf_counter()
-    finally:
-        ended.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            while not (marks or reading.done()):
+                time.sleep(0.001)
+            start = time.perf_counter()
+            found = other()
+            stop = time.perf_counter()
+        finally:
+            ended.set()
+        reading.result()  # raises what made it fail
     inside = [mark for mark in marks if start <= mark[0] <= stop]
     if len(inside) < 2:
         raise RuntimeError("no two readings ended while the other work ran: it was too short")
