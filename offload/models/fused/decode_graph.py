@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable
@@ -25,13 +26,22 @@ class LaunchGraph:
             # What the collector would release now may need one of those that are.
             collecting = gc.isenabled()
             gc.disable()
-            self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                launch()
+                self._capture(launch)
             finally:
-                self._graph.capture_end()
                 if collecting:
                     gc.enable()
+
+    def _capture(self, launch: Callable[[], None]) -> None:
+        self._graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            launch()
+        except BaseException:
+            # What was refused has made the capture invalid: its end fails, too, and says less.
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
 
     def replay(self) -> None:
         """Issue all of it on the current stream."""
