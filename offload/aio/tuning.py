@@ -7,14 +7,14 @@ import os
 import tempfile
 from typing import Any
 
-from offload.home import home_folder
+from offload.home import expanded, home_folder
 
 _NAMES = ("block_size", "queue_depth", "intra_op_parallelism", "backend")
 
 
 def cache_path() -> str:
     """The file that holds the settings of all drives of this user."""
-    return str(home_folder() / "aio.json")
+    return str(expanded(home_folder() / "aio.json"))
 
 
 def drive_of(path: str | os.PathLike[str]) -> str:

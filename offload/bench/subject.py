@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from offload.bench.workload import Workload
 from offload.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from offload.checkpoint.lazy import LazyTensor
 from offload.config import OffloadConfig
-from offload.home import home_folder
+from offload.home import expanded, home_folder
 from offload.models.build import build_model
 from offload.models.limits import check_length
 from offload.models.modules import find_layers, shared_buffers, shared_parameters
@@ -159,7 +158,7 @@ class Subject:
             yield Subject(None, str(used), self.dtype, self.device)
             return
         config = shape_config(self.shape or "", self._random_dtype, self.layers)
-        home = Path(parent).expanduser() if parent else home_folder() / "bench"
+        home = expanded(parent or home_folder() / "bench")
         folder = home / f"{self.shape}-{str(self._random_dtype).removeprefix('torch.')}"
         stands = (folder / "config.json").exists()
         used = folder

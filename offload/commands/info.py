@@ -197,9 +197,9 @@ def _memory() -> dict[str, Any]:
 
 
 def _folder(offload_folder: str | None) -> dict[str, Any]:
-    from offload.home import home_folder
+    from offload.home import expanded, home_folder
 
-    folder = Path(offload_folder or home_folder()).expanduser().absolute()
+    folder = expanded(offload_folder or home_folder()).absolute()
     existing = folder
     while not existing.exists():
         existing = existing.parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def _profile(name: str) -> ModelProfile:
     from offload.bench.shapes import SHAPES, shape_config
     from offload.models.profile import config_profile, folder_profile
 
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return folder_profile(folder)
     if name in SHAPES:

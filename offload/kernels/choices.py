@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from offload.home import home_folder
+from offload.home import expanded, home_folder
 from offload.kernels.library import FILE
 
 Way = Literal["own", "apart", "cublas", "whole", "rows", "columns"]
@@ -116,7 +116,7 @@ def bucket(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
 
 def cache_path() -> str:
     """The file that holds this user's measurements."""
-    return str(home_folder() / "kernels.json")
+    return str(expanded(home_folder() / "kernels.json"))
 
 
 @functools.cache
@@ -194,8 +194,8 @@ def table(device: int) -> Table:
 
 
 def _read() -> dict[str, dict[str, Any]]:
-    path = cache_path()
     try:
+        path = cache_path()
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from offload.home import home_folder
+from offload.home import expanded, home_folder
 from offload.measure.hardware import Progress, measure_hardware
 from offload.measure.machine import this_machine
 from offload.scheduler.hardware import Hardware, HardwareError
@@ -17,7 +17,7 @@ from offload.store.folder import atomic_write, check_folder
 
 def rates_file(folder: str | os.PathLike[str] | None, device: torch.device) -> Path:
     """Where this machine's rates are kept; a machine that changed has another file."""
-    home = Path(folder or home_folder()).expanduser().absolute()
+    home = expanded(folder or home_folder()).absolute()
     return home / "rates" / f"{this_machine(home, device).fingerprint}.json"
 
 

@@ -14,6 +14,7 @@ from offload.aio import AioError
 from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
+from offload.home import expanded
 from offload.kernels.choices import dtype_name
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
@@ -114,7 +115,7 @@ def _prompt_layer(device: torch.device) -> dict[str, Any]:
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    folder = folder.expanduser()
+    folder = expanded(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with made(str(folder), DISK_BYTES) as (path, nbytes):
         return {"disk": measure_disk([path], nbytes)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from offload.home import expanded
 from offload.memory_limits import host_memory_total
 from offload.scheduler.hardware import Machine
 
@@ -47,7 +48,7 @@ def _cpu() -> str:
 
 def disk_of(folder: Path) -> str:
     """The file system that holds `folder`, or will: its device and kind."""
-    folder = folder.expanduser().absolute()
+    folder = expanded(folder).absolute()
     while not folder.exists():
         folder = folder.parent
     number = folder.stat().st_dev

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from offload.errors import BudgetError
+from offload.home import expanded
 
 _TEMPORARY = ".part-"  # fixed and short: the target's own name may already be as long as allowed
 _SAY_WAITING_AFTER = 1.0  # seconds
@@ -26,7 +27,7 @@ def check_folder(path: str | os.PathLike[str], needed_bytes: int = 0) -> Path:
 
     Raises an OSError for a folder that cannot be used, BudgetError for one without the room.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path).absolute()
     try:
         _check_free(folder, needed_bytes)  # first, so that a refusal leaves no empty folder behind
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from offload.checkpoint import Checkpoint
 from offload.checkpoint.extent import Extent, read_into
 from offload.checkpoint.weight_files import read_config
 from offload.errors import CheckpointError
+from offload.home import expanded
 from offload.kernels.quantize import quantise
 from offload.models.quantized.choose import CheckpointWeight, choose
 from offload.models.quantized.published import describe_choice
@@ -101,7 +102,7 @@ def write_quantised(
     CheckpointError (tensor and file named) for weights that cannot be quantised, ValueError and
     UnsupportedError as `choose`, BudgetError or OSError for a disk that is full.
     """
-    out = Path(out).expanduser().absolute()
+    out = expanded(out).absolute()
     _refuse_existing(out)
     choice = choose(model, checkpoint, wishes)
     shards = _shards([_Entry.of(weight) for weight in choice.weights])
