@@ -187,7 +187,7 @@ class Space:
                 setting,
                 gpu_sequences=on_gpu,
                 prefill_passes=min(point.passes, batch),
-                decode_micro_batches=min(point.parts, batch),
+                decode_micro_batches=_parts(point, batch),
             )
 
         most = MOST_SEQUENCES - point.cpu_sequences
@@ -220,7 +220,7 @@ class Space:
                 attention=point.attention if point.cpu_sequences else CpuAttention.NONE,
                 prefill_rows=point.rows,
                 prefill_passes=min(point.passes, max(1, batch)),
-                decode_micro_batches=min(point.parts, max(1, batch)),
+                decode_micro_batches=_parts(point, batch),
             )
 
         def need(cpu_layers: int) -> int:
@@ -233,3 +233,11 @@ class Space:
         else:
             least = streamed - largest(need, self._budget.cpu, 0, streamed - 1)
         return with_files(min(streamed, least + point.spared) if self._disk else 0)
+
+
+def _parts(point: Point, batch: int) -> int:
+    """Parts of a batch. Those that take turns each have some of the sequences to which CPU cores
+    attend.
+    """
+    some = point.cpu_sequences if point.attention is CpuAttention.CPU else batch
+    return max(1, min(point.parts, some))

@@ -21,6 +21,7 @@ from offload.scheduler.least import least_cpu, least_device
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
 from offload.scheduler.plan import Budget, LayerSize, Tier, Workload, auto_plan
 from offload.scheduler.planner import TIE, plan_job
+from offload.scheduler.search_space import Point, Space
 from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
@@ -103,6 +104,7 @@ def test_a_plan_has_nothing_that_its_engine_does_not_do(
         assert how.decode_micro_batches == 1 or (
             engine.overlaps if how.in_turns else engine.lockstep
         )
+        assert not how.in_turns or how.cpu_sequences >= how.decode_micro_batches
         assert engine.chunks or how.prefill_rows == how.micro_batch * job.prompt
 
 
@@ -139,6 +141,19 @@ def test_a_step_is_cut_where_that_lets_cores_and_the_gpu_work_at_once() -> None:
     slow = replace(machine, link_up=8e9, link_up_both=8e9, link_beside=8e9)
     how = plan_job(model, slow, budget, Job(512, 128, 64), weights=("int4",)).choice.setting
     assert not how.in_turns
+
+
+@pytest.mark.parametrize("batch", [None, 16])
+def test_parts_that_take_turns_all_have_sequences_that_cores_attend_to(batch: int | None) -> None:
+    """One sequence is in no two parts: a step would not be cut, and half of the plan has none."""
+    model, job = replace(OPT_30B, engine=FUSED), Job(512, 32, batch)
+    space = Space(model, job, Budget(24 * GIB, 110 * GIB), disk=True)
+    for sequences in (1, 2, 3):
+        point = Point("fp16", CpuAttention.CPU, 0, sequences, parts=2, depth=2)
+        how = space.complete(point)
+        assert how is not None and how.cpu_sequences == sequences
+        assert how.in_turns == (sequences > 1)
+        assert estimate(model, H200, job, how.halved()).seconds > 0
 
 
 def simpler(
