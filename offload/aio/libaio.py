@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .engine import Shape, Ticket
+from .errors import AioError
 from .file import Descriptors
 from .lane import Lane
 from .libaio_calls import Calls, Iocb, IoEvent
@@ -54,9 +55,12 @@ class LibaioEngine:
         request = Request(
             write, files, address, offset, nbytes, lambda ended: self._on_done(token, ended)
         )
-        for segment in plan(request):
+        segments = plan(request)
+        if any(segment.path == BUFFERED for segment in segments):
+            self._cache()  # ahead of all: what is under way when this fails has no owner
+        for segment in segments:
             if segment.path == BUFFERED:
-                self._cache().put(segment)
+                self._cache_lane.put(segment)
             else:
                 self._lane.put(segment)
                 for queue in self._queues:
@@ -64,7 +68,7 @@ class LibaioEngine:
         return request
 
     def _cache(self) -> Lane:
-        # io_submit would block on the page cache; threads take what goes through it.
+        """Where threads take what goes through the page cache, on which io_submit would block."""
         with self._pool_lock:
             if self._cache_pool is None:
                 threads = min(self._shape.queue_depth, _CACHE_THREADS)
@@ -72,7 +76,13 @@ class LibaioEngine:
         return self._cache_lane
 
     def _put(self, transfer: Transfer) -> None:
-        self._cache().put_back(transfer)
+        try:
+            lane = self._cache()
+        except AioError:  # the queue's thread, which this is, has others to serve
+            transfer.request.fail(errno.EAGAIN, "error", transfer.offset)
+            transfer.request.settle(transfer.nbytes, moved=False)
+        else:
+            lane.put_back(transfer)
 
     def poll(self) -> None:
         """Nothing to collect: the queue's thread tells when a request ends."""

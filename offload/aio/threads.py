@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .engine import Shape, Ticket
+from .errors import AioError
 from .file import PAGE, Descriptors
 from .lane import Lane
 from .mapping import Mapping
@@ -20,18 +21,28 @@ _MAX_THREADS = 64
 
 
 class ThreadPool:
-    """Threads that serve one lane until it is closed and empty."""
+    """Threads that serve one lane until it is closed and empty. Raises AioError where the process
+    may have none.
+    """
 
     def __init__(self, lane: Lane, threads: int, reroute: Callable[[Transfer], None]) -> None:
         self._lane = lane
         self._reroute = reroute
         self.calls = 0
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"offload-aio-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for i in range(threads):
+            thread = threading.Thread(target=self._serve, name=f"offload-aio-{i}", daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more of them
+                self._threads.pop()
+                if not self._threads:
+                    raise AioError(errno.EAGAIN, f"no I/O thread: {error}") from None
+                break  # fewer are slower, and do the same
+
+    def __len__(self) -> int:
+        return len(self._threads)
 
     def _serve(self) -> None:
         bounce: list[Mapping] = []  # made at the first ragged end: most threads never need one
@@ -104,8 +115,8 @@ class ThreadEngine:
     def __init__(self, shape: Shape, on_done: Callable[[int, Ticket], None]) -> None:
         self._on_done = on_done
         self._lane = Lane(shape.block_size)
-        self.threads = min(shape.queue_depth * shape.parallelism, _MAX_THREADS)
-        self._pool = ThreadPool(self._lane, self.threads, self._lane.put_back)
+        threads = min(shape.queue_depth * shape.parallelism, _MAX_THREADS)
+        self._pool = ThreadPool(self._lane, threads, self._lane.put_back)
 
     def submit(
         self, token: int, write: bool, files: Descriptors, address: int, offset: int, nbytes: int
@@ -121,7 +132,7 @@ class ThreadEngine:
         """Nothing to collect: a thread that ends a request says so itself."""
 
     def describe(self) -> dict[str, Any]:
-        return {"threads": self.threads}
+        return {"threads": len(self._pool)}
 
     def stats(self) -> dict[str, int]:
         return {"system_calls": self._pool.calls}

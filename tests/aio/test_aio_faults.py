@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import aio_faults
 import pytest
 from aio_machine import needs_root, why_not
 
 from offload import aio
+from offload.aio import request
 from offload.aio.file import Descriptors
 
 MIB = 1 << 20
@@ -221,6 +223,90 @@ def test_calls_that_a_container_refuses(calls, code, expected, text, data_file, 
     assert named[0] == code
     assert [entry["backend"] for entry in named[2]] == ["uring"]
     assert "uring-fixed is not in use" in done.stderr
+
+
+@pytest.fixture
+def few_threads(monkeypatch):
+    """Lets Python start so many I/O threads from now on, and no more."""
+    start = threading.Thread.start
+
+    def allow(count: int) -> None:
+        left = iter(range(count))
+
+        def started(thread: threading.Thread) -> None:
+            if thread.name.startswith("offload-aio-") and next(left, None) is None:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", started)
+
+    return allow
+
+
+def test_a_process_that_may_start_few_python_threads(few_threads, data_file, content):
+    few_threads(1 + 3)  # the first for the trial of the backend
+    with aio.AioHandle(4096, 16, "python-threads") as handle:
+        part = bytearray(100_000)
+        assert handle.pread(part, data_file, 5) == 100_000
+        assert part == content[5:100_005]
+        assert handle.describe()["threads"] == 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("offload-aio-")]
+    few_threads(0)
+    with pytest.raises(aio.BackendUnavailable, match="no I/O thread") as caught:
+        aio.AioHandle(backend="python-threads")
+    assert caught.value.errno == errno.EAGAIN
+
+
+def test_native_aio_by_ctypes_without_threads(few_threads, tmp_path):
+    """Nothing of a write is under way when its end finds no thread, and the handle goes on."""
+    if why_not("ctypes-libaio") is not None:
+        pytest.skip(why_not("ctypes-libaio"))
+    path = tmp_path / "written"
+    buffer = aio.alloc(8192 + 100, lock=False)
+    buffer.view()[:] = os.urandom(buffer.nbytes)
+    with aio.open(path, "rw") as file, aio.AioHandle(backend="ctypes-libaio") as handle:
+        if not file.direct:
+            pytest.skip(f"no O_DIRECT in {tmp_path}: {file.direct_reason}")
+        few_threads(0)
+        with pytest.raises(aio.AioError, match="no I/O thread"):
+            handle.pwrite(buffer, file)
+        assert handle.stats()["in_flight"] == 0 and file.size == 0
+        # What O_DIRECT refuses later goes to threads, too: that request fails, and no other.
+        transfer = request.Transfer(
+            request.Request(True, file.descriptors(), buffer.address, 0, 4096, lambda _: None),
+            request.BUFFERED, 0, 4096,
+        )  # fmt: skip
+        handle._engine._put(transfer)
+        assert transfer.request.outcome().errno == errno.EAGAIN
+        few_threads(1)
+        assert handle.pwrite(buffer, file) == buffer.nbytes
+    assert path.read_bytes() == buffer.view()
+
+
+@pytest.mark.parametrize("name", ["threads", "libaio"])
+def test_a_process_that_may_start_few_native_threads(name, tmp_path, run_python):
+    """Stacks of 64 do not fit: some threads serve all, and without any the backend serves itself.
+    An exception that no destructor could join would end the process.
+    """
+    if why_not(name) is not None:
+        pytest.skip(why_not(name))
+    done = run_python(
+        "import os, resource, sys\nfrom offload import aio\n"
+        "name, target = sys.argv[1:]\n"
+        "threads = name == 'threads'\n"
+        "handle = None if threads else aio.AioHandle(4096, 64, name)\n"
+        "buffer = aio.alloc(8192 + 100, lock=False)\n"
+        "buffer.view()[:] = os.urandom(buffer.nbytes)\n"
+        "file = aio.open(target, 'rw')\n"
+        "with open('/proc/self/statm') as found: pages = int(found.read().split()[0])\n"
+        "most = pages * os.sysconf('SC_PAGESIZE') + ((48 << 20) if threads else (1 << 20))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (most, most))\n"
+        "handle = handle or aio.AioHandle(4096, 64, name)\n"
+        "with handle: print(handle.pwrite(buffer, file))\n"
+        "print(open(target, 'rb').read() == bytes(buffer.view()))\n",
+        name, tmp_path / "written",
+    )  # fmt: skip
+    assert done.stdout.split() == ["8292", "True"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["libaio", "ctypes-libaio"])

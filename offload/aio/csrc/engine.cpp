@@ -60,23 +60,27 @@ void Engine::start(const std::shared_ptr<Request>& request) {
 }
 
 void Engine::put(Segment segment) {
-    if (segment.path != Path::buffered || !cache_threads_) {
-        lane_.put(std::move(segment));
-        return;
-    }
-    start_cache_threads();
-    cache_lane_.put(std::move(segment));
+    const bool for_threads = segment.path == Path::buffered && cache_threads_;
+    // Without a thread the backend does it, more slowly.
+    Lane& lane = for_threads && start_cache_threads() ? cache_lane_ : lane_;
+    lane.put(std::move(segment));
 }
 
-void Engine::start_cache_threads() {
+bool Engine::start_cache_threads() {
     const std::lock_guard lock(workers_mutex_);
-    if (cache_worker_) return;
+    if (cache_worker_) return true;
     Shape shape = shape_;
     shape.queue_depth = std::min(shape.queue_depth, kCacheThreads);
     shape.workers = 1;
-    cache_worker_ = std::make_unique<Worker>(
-        cache_lane_, shape, [shape] { return std::make_unique<ThreadBackend>(shape.queue_depth); },
-        [this](Segment segment) { put(std::move(segment)); });
+    try {
+        cache_worker_ = std::make_unique<Worker>(
+            cache_lane_, shape,
+            [shape] { return std::make_unique<ThreadBackend>(shape.queue_depth); },
+            [this](Segment segment) { put(std::move(segment)); });
+    } catch (const std::system_error&) {
+        return false;
+    }
+    return true;
 }
 
 void Engine::drop_file(std::uint64_t serial) {

@@ -37,7 +37,8 @@ class Engine {
 
   private:
     void put(Segment segment);
-    void start_cache_threads();
+    // False where the process may have no more threads.
+    bool start_cache_threads();
 
     const std::string name_;
     const Shape shape_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 
 namespace aio {
 
@@ -17,7 +18,14 @@ std::int64_t move_now(const Transfer& transfer) {
 
 ThreadBackend::ThreadBackend(unsigned threads) {
     threads_.reserve(threads);
-    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    for (unsigned i = 0; i < threads; ++i) {
+        try {
+            threads_.emplace_back([this] { serve(); });
+        } catch (const std::system_error&) {  // the process may have no more of them
+            if (threads_.empty()) throw;
+            return;  // fewer are slower, and do the same
+        }
+    }
 }
 
 ThreadBackend::~ThreadBackend() {
