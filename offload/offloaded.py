@@ -138,8 +138,10 @@ class Offload(NotCopied):
         if device.trace is not None:
             raise ValueError("this model is being traced already: end that block first")
         with contextlib.ExitStack() as stack:
-            # First of all, lest a long run end in a folder that is not there.
-            file = None if path is None else stack.enter_context(open(path, "w", encoding="utf-8"))
+            file = None
+            if path is not None:
+                # First of all, lest a long run end in a folder that is not there.
+                file = stack.enter_context(open(os.path.abspath(path), "w", encoding="utf-8"))
             trace = Trace(device)
             device.trace = trace
             if stream is not None:

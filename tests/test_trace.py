@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload.scheduler.stream import Stream
-from offload.trace import Span, Trace, Track, picture
+from offload.trace import Span, Trace, Track, chrome, picture
 from offload.trace.intervals import both, length, union, without
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
@@ -298,6 +299,34 @@ def test_a_place_that_cannot_be_written_is_told_before_the_run(
     with pytest.raises(offload.ClosedError), model.offload.trace(kept):
         pytest.fail("the block ran")
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
+def test_no_part_of_a_trace_is_left(
+    variant_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    events = chrome._events
+
+    def breaks_off(spans: Any) -> Iterator[dict[str, Any]]:
+        yield from itertools.islice(events(spans), 20)
+        raise error
+
+    monkeypatch.setattr(chrome, "_events", breaks_off)
+    monkeypatch.chdir(tmp_path)
+    with offload.run(variant_folder("llama"), device_map="cpu", device="cpu") as model:
+        with pytest.raises(type(error)) as raised, model.offload.trace("trace.json"):
+            model(torch.tensor([[5, 6, 7]]))
+            monkeypatch.chdir("/")
+        assert not list(tmp_path.iterdir())
+        if isinstance(error, OSError):
+            assert "the trace cannot be written: No space left" in str(raised.value)
+            assert raised.value.filename == str(tmp_path / "trace.json")
+        with pytest.raises(OSError, match="'/dev/full'"), model.offload.trace("/dev/full"):
+            monkeypatch.setattr(chrome, "_events", events)
+        assert Path("/dev/full").exists()
 
 
 def test_what_another_thread_copies_is_not_taken_from_computing() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
@@ -10,11 +12,26 @@ from offload.trace.recorder import Span, Track
 
 
 def write_chrome(spans: Iterable[Span], file: IO[str]) -> None:
-    """Write complete events, in microseconds since the trace began."""
-    # One event a line: a million of them are never held as text at once.
-    file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-    file.write(",\n".join(json.dumps(event) for event in _events(spans)))
-    file.write("\n]}\n")
+    """Write complete events, in microseconds since the trace began. `file` was opened by its whole
+    path: what ends this early removes it, and an OSError names it.
+    """
+    try:
+        # One event a line: a million of them are never held as text at once.
+        between = '{"displayTimeUnit": "ms", "traceEvents": [\n'
+        for event in _events(spans):
+            file.write(between + json.dumps(event))
+            between = ",\n"
+        file.write("\n]}\n")
+        file.flush()
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(OSError):  # closing flushes, and a full disk fails again
+            file.close()
+        if os.path.isfile(file.name):
+            os.unlink(file.name)
+        if isinstance(error, OSError):
+            what = f"the trace cannot be written: {error.strerror}"
+            raise OSError(error.errno, what, file.name) from error
+        raise
 
 
 def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
