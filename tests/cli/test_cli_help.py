@@ -1,9 +1,11 @@
-"""What `--help` says of every command's arguments."""
+"""What `--help` says of every command's arguments, and that documents name no others."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,7 @@ def arguments(
             yield f"{command} {'/'.join(action.option_strings) or action.dest}", action
 
 
+ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = dict(arguments(build_parser(), "offload"))
 
 
@@ -31,3 +34,25 @@ def test_every_argument_says_what_it_is_for_and_its_default(name: str) -> None:
     assert action.help
     off = action.default is None or action.default == argparse.SUPPRESS or not action.default
     assert off or not action.option_strings or "default" in action.help
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "docs/benchmarks.md"])
+def test_documents_show_commands_and_options_that_there_are(document: str) -> None:
+    text = (ROOT / document).read_text().replace("\\\n", " ")
+    known = {name for argument in ARGUMENTS for name in offered(argument)}
+    shown = set()
+    for line in re.findall(r"(?<![\w/.])offload (?:run|pack|plan|info|bench)\b[^`\n]*", text):
+        words = line.partition(" # ")[0].split()
+        command = " ".join(words[: 3 if words[1] == "bench" else 2])
+        options = (re.fullmatch(r"(--[a-z-]+)(?:=.*)?[.,;:)]?", word) for word in words)
+        shown |= {command, *(f"{command} {option[1]}" for option in options if option)}
+    assert len(shown) > 1
+    assert shown - known == set()
+
+
+def offered(argument: str) -> Iterator[str]:
+    """The command of an argument, and the argument with it under each of its names."""
+    command, _, names = argument.rpartition(" ")
+    yield command
+    for name in names.split("/"):
+        yield f"{command} {name}"
