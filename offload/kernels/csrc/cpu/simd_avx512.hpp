@@ -23,7 +23,8 @@ struct Simd {
         return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
     }
     static void load_two_bf16(const uint16_t* p, V& even, V& odd) {
-        const __m512i pairs = _mm512_loadu_si512(p);
+        __m512i pairs = _mm512_loadu_si512(p);
+        __asm__("" : "+v"(pairs));  // compilers would load it for each of the two
         even = (V)_mm512_slli_epi32(pairs, 16);
         odd = (V)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)));
     }
