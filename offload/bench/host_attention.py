@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import threading
 import time
@@ -23,6 +24,7 @@ from offload.kernels.scores import Scores
 # More than the last-level cache, so that all is read from memory each time.
 LEAST_BYTES = 2 << 30
 ROUNDS = 5
+KEPT = 0.94  # of a stream's rate, that attention is to leave it
 # A turn takes so long at least beside a stream, whose copies are counted whole.
 TURN_SECONDS = 0.25
 COPY_BYTES = 32 << 20  # of one copy of the stream; there are COPIES different ones
@@ -78,12 +80,34 @@ class HostAttentionResult:
     """What was measured, and with what."""
 
     path: str
-    cpus: Sequence[int]
+    cpus: Sequence[int]  # of the largest pool
     rows: list[Measured] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, in plain types."""
         return {**asdict(self), "cpus": list(self.cpus)}
+
+    def beside_streams(self) -> Iterator[str]:
+        """Of each shape measured with several numbers of threads beside a stream: the fastest
+        attention and the fastest read that leave the stream KEPT of its rate.
+        """
+        for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in self.rows):
+            rows = [row for row in self.rows if (row.shape, row.dtype) == (shape, dtype)]
+            if len({row.threads for row in rows}) == 1 or rows[0].stream is None:
+                continue
+            best = []
+            for kind in ("attention", "read"):
+                kept = [
+                    (getattr(row, kind), row.threads)
+                    for row in rows
+                    if getattr(row, f"stream_beside_{kind}") >= KEPT * (row.stream or 0)
+                ]
+                best.append(max(kept, default=(0.0, 0)))
+            (attention, some), (read, others) = best
+            line = f"{shape} {dtype}, the stream at {KEPT} of its rate or more: attention "
+            line += f"{number(attention, 1e9)} GB/s ({some} threads), " if some else "never, "
+            line += f"read {number(read, 1e9)} GB/s ({others})" if others else "read never"
+            yield line + (f": {attention / read:.3f}" if some and others else "")
 
     def __str__(self) -> str:
         head: tuple[str, ...] = ("shape", "KV", "prefetch", "threads", "ms", "GB/s", "read GB/s")
@@ -106,27 +130,28 @@ class HostAttentionResult:
             rates = (row.stream, row.stream_beside_attention, row.stream_beside_read)
             table.append(cells + tuple(number(x, 1e9) for x in rates) if streamed else cells)
         title = f"{self.path}, a pool of {len(self.cpus)} threads, CPUs {list(self.cpus)}"
-        return "\n".join([title, *format_table(table)])
+        return "\n".join([title, *format_table(table), *self.beside_streams()])
 
 
 def measure_host_attention(
     shapes: Sequence[Shape],
     dtypes: Sequence[str],
     *,
-    pool: HostPool,
+    pools: Sequence[HostPool],
     path: str = "auto",
     all_threads: bool = True,
     sweep: bool = False,
     device: ComputeDevice | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> HostAttentionResult:
-    """Each shape with each dtype; `sweep`: with every way to ask for lines ahead.
+    """Each shape with each dtype by each pool; `sweep`: with every way to ask for lines ahead.
 
-    With a `device`, while copies run to it at full rate; then `all_threads` of the pool take part,
+    With a `device`, while copies run to it at full rate; then `all_threads` of a pool take part,
     or as many as the engine uses.
     """
     paths = host_library().paths()
-    result = HostAttentionResult(paths[-1] if path == "auto" else path, pool.cpus)
+    cpus = max((pool.cpus for pool in pools), key=len)
+    result = HostAttentionResult(paths[-1] if path == "auto" else path, cpus)
     ahead = [("auto", 0)]
     if sweep:
         ahead += [("none", 0), *((to, n) for to in ("l1", "l2", "nta") for n in DISTANCES)]
@@ -136,7 +161,7 @@ def measure_host_attention(
                 nbytes = _layers(shape, DTYPES[dtype]) * shape.nbytes(DTYPES[dtype])
                 buffer = aio.alloc(nbytes, lock=False)
                 caches = _caches(shape, DTYPES[dtype], buffer)
-                for to, distance in ahead:
+                for pool, (to, distance) in itertools.product(pools, ahead):
                     options: dict[str, Any] = {"pool": pool, "path": path}
                     options["beside_stream"] = not all_threads
                     options |= {"prefetch": to, "prefetch_distance": distance}

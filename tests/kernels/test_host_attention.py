@@ -699,13 +699,33 @@ def test_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "TURN_SECONDS", 0.02)
     monkeypatch.setattr(bench, "COPY_BYTES", 1 << 16)
     shape = bench.Shape("tiny", 4, 2, 64, 3, 50)
-    result = bench.measure_host_attention([shape], ["bf16", "int8"], pool=pool(), sweep=True)
+    result = bench.measure_host_attention([shape], ["bf16", "int8"], pools=[pool()], sweep=True)
     assert len(result.rows) == 2 * (2 + 3 * len(bench.DISTANCES))
     assert all(row.attention > 0 and row.read > 0 for row in result.rows)
     device = compute_device(torch.device("cpu"))
-    (row,) = bench.measure_host_attention([shape], ["bf16"], pool=pool(), device=device).rows
+    (row,) = bench.measure_host_attention([shape], ["bf16"], pools=[pool()], device=device).rows
     assert row.stream and row.stream_beside_attention and row.stream_beside_read
     assert "tiny" in str(result)
+
+
+def test_bench_compares_what_leaves_the_stream_its_rate() -> None:
+    """The fastest of the numbers of threads that do, of attention and of the read apart."""
+    rows = [
+        bench.Measured("a", "bf16", "auto", 1, attention, read, threads, 50e9, 50e9 * of_it, beside)
+        for threads, attention, read, of_it, beside in (
+            (8, 60e9, 80e9, 0.97, 48e9),
+            (10, 70e9, 90e9, 0.95, 46e9),
+            (12, 75e9, 95e9, 0.93, 44e9),
+        )
+    ]
+    result = bench.HostAttentionResult("amx", range(12), rows)
+    (line,) = result.beside_streams()
+    assert "attention 70 GB/s (10 threads), read 80 GB/s (8): 0.875" in line
+    assert str(result).endswith(line)
+    rows[0].stream_beside_read = 46e9
+    assert next(result.beside_streams()).endswith("(10 threads), read never")
+    del rows[1:]
+    assert not list(result.beside_streams())
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Any
 
 from offload.commands.arguments import add_device, add_json
@@ -37,8 +38,10 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--spare",
         type=int,
+        action="append",
         metavar="N",
-        help="all but N cores (default: all but one or two, beside a stream as many as the engine)",
+        help="all but N cores; may be repeated, to compare numbers of threads (default: all but "
+        "one or two, beside a stream as many as the engine)",
     )
     parser.add_argument("--sweep", action="store_true", help="every way to ask for lines ahead")
     parser.add_argument(
@@ -71,11 +74,11 @@ def execute(args: argparse.Namespace) -> int:
     device = None
     if args.beside_stream:
         device = compute_device(OffloadConfig(device=args.device).compute)
-    with HostPool(spare=args.spare) as pool:
+    with contextlib.ExitStack() as stack:
         result = measure_host_attention(
             shapes,
             args.kv or ["bf16"],
-            pool=pool,
+            pools=[stack.enter_context(HostPool(spare=n)) for n in args.spare or [None]],
             path=args.path,
             all_threads=device is None or args.spare is not None,
             sweep=args.sweep,
