@@ -19,7 +19,8 @@ def add_nvme_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         nargs="?",
         default=".",
-        help="a folder on the drive to measure; a test file is made there and removed again",
+        help="a folder on the drive to measure, in which a test file is made and removed again "
+        "(default: the current one)",
     )
     where.add_argument(
         "--file", type=_path, metavar="FILE", help="only read this existing file instead"
@@ -32,14 +33,28 @@ def add_nvme_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the test file, or of what is read of --file (default: 4GiB)",
     )
     sweep = parser.add_argument_group("what is varied (lists: 1MiB,16MiB)")
-    sweep.add_argument("--block", type=_list_of(_size), metavar="SIZES", help="bytes a transfer")
-    sweep.add_argument("--depth", type=_list_of(_count), metavar="N,...", help="in flight")
-    sweep.add_argument("--threads", type=_list_of(_count), metavar="N,...", help="I/O threads")
+    sweep.add_argument(
+        "--block",
+        type=_list_of(_size),
+        metavar="SIZES",
+        help="bytes a transfer (default: 128KiB,1MiB,8MiB; with --tune 1MiB,4MiB,8MiB,16MiB, with "
+        "--compare 16MiB)",
+    )
+    sweep.add_argument(
+        "--depth",
+        type=_list_of(_count),
+        metavar="N,...",
+        help="in flight (default: 4,16; with --tune 4,8,16,32, with --compare 16)",
+    )
+    sweep.add_argument(
+        "--threads", type=_list_of(_count), metavar="N,...", help="I/O threads (default: 1)"
+    )
     sweep.add_argument(
         "--backend",
         type=_list_of(_backend),
         metavar="NAMES",
-        help=f"of {', '.join(BACKENDS)}; or all (default: what auto takes)",
+        help=f"of {', '.join(BACKENDS)}; or all (default: what auto takes; with --compare "
+        "uring-fixed, libaio, threads and ctypes-libaio)",
     )
     sweep.add_argument("--write", action="store_true", help="measure writing too")
     sweep.add_argument(

@@ -88,8 +88,10 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def add_placement(parser: argparse.ArgumentParser, default: str = "auto") -> None:
-    """Where weights rest and where they are computed. `default`: told of --device-map."""
+def add_placement(parser: argparse.ArgumentParser, default: str = "auto") -> Any:
+    """Where weights rest and where they are computed; the group of these arguments. `default`: told
+    of --device-map.
+    """
     group = parser.add_argument_group("placement")
     group.add_argument(
         "--device-map",
@@ -100,12 +102,18 @@ def add_placement(parser: argparse.ArgumentParser, default: str = "auto") -> Non
         f'object such as \'{{"": "nvme", "model.layers.0": 0}}\' (default: {default})',
     )
     group.add_argument(
-        "--prefetch", type=positive, metavar="N", help="loads ahead of the layer in use"
+        "--prefetch",
+        type=positive,
+        metavar="N",
+        help="loads ahead of the layer in use (default: 2 where a GPU computes, else 1)",
     )
     add_device(group, "where layers run: cuda:1, cpu, ...")
     group.add_argument(
-        "--dtype", default=None, metavar="DTYPE", help="float16, bfloat16, float32, ..."
+        "--dtype",
+        metavar="DTYPE",
+        help="float16, bfloat16, float32, ... (default: the model's own)",
     )
+    return group
 
 
 def add_device(parser: Any, what: str = "cuda:1, cpu, ...") -> None:
@@ -200,10 +208,10 @@ def add_weights(parser: Any, required: bool = False) -> None:
         "--weights",
         required=required,
         metavar="FORMAT",
-        help="int4 or int8 (groups of 64; also int4-g32, int4-g128, int4-channel; with zero points "
-        "int4-g64-zp; with ranges chosen by their error int4-g64-clip), fp8, fp8-block, mxfp4, "
-        "or w8a8 (int8 with a scale a row, and activations in int8 with a scale a token): of the "
-        "layers' Linears",
+        help="int4 or int8 (in groups of 64; with -g32, -g128 or -channel of other sizes, with -zp "
+        "with zero points, with -clip at the end with ranges chosen by their error: "
+        "int4-g128-zp-clip), fp8 (a scale a row; also fp8-block, fp8-tensor), mxfp4, or w8a8 (int8 "
+        "with a scale a row, and activations in int8 with a scale a token): of the layers' Linears",
     )
     parser.add_argument(
         "--weights-of",

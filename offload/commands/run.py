@@ -56,14 +56,17 @@ def add_parser(commands: Any) -> None:
         help="stop after so many (default: 128)",
     )
     text.add_argument("--sample", action="store_true", help="draw tokens instead of the likeliest")
-    text.add_argument("--temperature", type=float, metavar="T", help="of --sample")
-    text.add_argument("--seed", type=int, metavar="N", help="of --sample")
+    text.add_argument(
+        "--temperature", type=float, metavar="T", help="of --sample (default: the model's)"
+    )
+    text.add_argument(
+        "--seed", type=int, metavar="N", help="of --sample (default: another in every run)"
+    )
     text.add_argument(
         "--json", action="store_true", help="print one JSON object, when done, instead of the text"
     )
-    add_placement(parser)
-    add_goal(parser)
-    add_kv(parser)
+    add_goal(add_placement(parser))
+    add_kv(parser.add_argument_group("keys and values in CPU memory"))
     add_weights(parser.add_argument_group("quantisation of a plain checkpoint"))
     parser.add_argument(
         "--engine",
@@ -80,7 +83,8 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="PLACE=SIZE",
-        help="a limit for 'cpu' or a GPU's number: cpu=64GiB, 0=20GiB; may be repeated",
+        help="a limit for 'cpu' or a GPU's number: cpu=64GiB, 0=20GiB; may be repeated (default: "
+        "most of what is free)",
     )
     limits.add_argument(
         "--max-length",
@@ -96,7 +100,10 @@ def add_parser(commands: Any) -> None:
         help="sequences that 'auto' keeps GPU memory free for (default: 1)",
     )
     limits.add_argument(
-        "--offload-folder", type=path, metavar="FOLDER", help="for weights that must be rewritten"
+        "--offload-folder",
+        type=path,
+        metavar="FOLDER",
+        help="for weights that must be rewritten (default: in the user's cache)",
     )
     loading = parser.add_argument_group("loading")
     loading.add_argument("--revision", metavar="REV", help="of a hub id")

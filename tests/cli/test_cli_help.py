@@ -36,6 +36,22 @@ def test_every_argument_says_what_it_is_for_and_its_default(name: str) -> None:
     assert off or not action.option_strings or "default" in action.help
 
 
+def test_defaults_that_are_decided_elsewhere() -> None:
+    from offload.aio.bench import nvme
+    from offload.aio.bench.sizes import show
+    from offload.placement import DEFAULT_PREFETCH
+
+    where = f"{DEFAULT_PREFETCH['cuda']} where a GPU computes, else {DEFAULT_PREFETCH['cpu']}"
+    assert f"(default: {where})" in str(ARGUMENTS["offload run --prefetch"].help)
+    for name, values in (
+        ("--block", [show(size).replace(" ", "") for size in nvme._TUNED_BLOCKS]),
+        ("--depth", map(str, nvme._TUNED_DEPTHS)),
+        ("--backend", nvme._COMPARED),
+    ):
+        said = str(ARGUMENTS[f"offload bench nvme {name}"].help).replace(" and ", ", ")
+        assert re.search(rf" {','.join(values)}(,with|\))", said.replace(", ", ","))
+
+
 @pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "docs/benchmarks.md"])
 def test_documents_show_commands_and_options_that_there_are(document: str) -> None:
     text = (ROOT / document).read_text().replace("\\\n", " ")

@@ -46,7 +46,10 @@ def add_parser(benchmarks: Any) -> None:
     )
     add_placement(parser)
     parser.add_argument(
-        "--offload-folder", type=path, metavar="FOLDER", help="for the quantised weights"
+        "--offload-folder",
+        type=path,
+        metavar="FOLDER",
+        help="for the quantised weights (default: in the user's cache)",
     )
     add_json(parser)
 

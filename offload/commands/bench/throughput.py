@@ -50,7 +50,8 @@ def add_parser(benchmarks: Any) -> None:
     subject.add_argument(
         "--shape",
         metavar="NAME",
-        help="random weights in the shape of a model, such as opt-13b; an unknown name lists them",
+        help="random weights in the shape of a model, such as opt-13b; float16 on a GPU, else "
+        "float32, unless --dtype says otherwise; an unknown name lists them",
     )
     subject.add_argument("--model", metavar="FOLDER", help="a checkpoint folder or hub id")
     work = parser.add_argument_group("work")
@@ -69,14 +70,24 @@ def add_parser(benchmarks: Any) -> None:
         help="also in micro-batches of N sequences, beside one batch: tokens/s, peak activations",
     )
     add_weights(work)
-    add_placement(parser, default="cpu, or auto with a --goal")
+    add_goal(add_placement(parser, default="cpu, or auto with a --goal"))
     parser.set_defaults(device_map=None)  # cpu, or auto where there is a goal
     parser.set_defaults(prompt_len=None, gen_len=None)  # those of Workload, as --help says them
-    add_goal(parser)
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--gpu-memory", type=size, metavar="SIZE", help="cap the GPU: 24GiB")
-    limits.add_argument("--cpu-memory", type=size, metavar="SIZE", help="for weights and buffers")
-    limits.add_argument("--folder", metavar="DIR", help="where a random checkpoint is written")
+    limits.add_argument(
+        "--gpu-memory", type=size, metavar="SIZE", help="cap the GPU: 24GiB (default: no cap)"
+    )
+    limits.add_argument(
+        "--cpu-memory",
+        type=size,
+        metavar="SIZE",
+        help="for weights and buffers (default: most of what is free)",
+    )
+    limits.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="where a random checkpoint is written (default: in the user's cache)",
+    )
     limits.add_argument("--keep", action="store_true", help="leave it there")
     parser.add_argument(
         "--peer",
@@ -90,7 +101,7 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--engine", default="auto", metavar="NAME", help="auto (default), fused, or transformers"
     )
-    add_kv(parser)
+    add_kv(parser.add_argument_group("keys and values in CPU memory"))
     add_trace(parser)
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
