@@ -12,7 +12,7 @@ from typing import Any
 
 from .engine import Shape, Ticket
 from .errors import AioError
-from .file import PAGE, Descriptors
+from .file import Descriptors
 from .lane import Lane
 from .mapping import Mapping
 from .request import BOUNCE, BUFFERED, Request, Transfer, plan, settle
@@ -45,7 +45,7 @@ class ThreadPool:
         return len(self._threads)
 
     def _serve(self) -> None:
-        bounce: list[Mapping] = []  # made at the first ragged end: most threads never need one
+        bounce: list[Mapping] = []  # made at ragged ends, larger ones first: most need none
         while self._serve_one(bounce):
             pass
         for page in bounce:
@@ -58,8 +58,10 @@ class ThreadPool:
         if transfer is None:
             return False
         try:
-            if transfer.path == BOUNCE and not bounce:
-                bounce.append(Mapping(max(transfer.request.align, PAGE)))
+            if transfer.path == BOUNCE:
+                align = transfer.request.align
+                if not bounce or bounce[0].nbytes < align:
+                    bounce.insert(0, Mapping(align))
             result = move(transfer, bounce[0] if bounce else None)
         except MemoryError:  # a thread that died of it would leave its request waiting for ever
             result = -errno.ENOMEM

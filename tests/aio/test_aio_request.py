@@ -6,7 +6,7 @@ import pytest
 from aio_faults import scripted
 
 from offload import aio
-from offload.aio import extension, libaio, libaio_calls
+from offload.aio import extension, libaio, libaio_calls, threads
 from offload.aio.engine import Shape
 from offload.aio.file import Descriptors
 from offload.aio.request import BUFFERED, DIRECT, Request, Transfer, settle
@@ -160,3 +160,20 @@ def test_without_overlap_the_compiled_engine_drains_too(direct_file, monkeypatch
     with aio.AioHandle(PAGE, 4, overlap_events=overlap) as handle:
         handle.pread(aio.alloc(100 * PAGE, lock=False), direct_file)
         assert (handle.stats()["system_calls"] > 0) is overlap
+
+
+def test_a_threads_page_holds_the_grain_of_every_file(direct_file, monkeypatch):
+    """What lies behind a page that is too small would be written over."""
+    pages = []
+
+    def moved(transfer: Transfer, bounce) -> int:
+        pages.append((transfer.request.align, bounce.nbytes))
+        return transfer.nbytes
+
+    monkeypatch.setattr(threads, "move", moved)
+    with aio.AioHandle(PAGE, 1, "python-threads") as handle:
+        pages.clear()  # of the trial
+        for grain in (512, 16 * PAGE, 4 * PAGE):
+            direct_file.descriptors().offset_align = grain
+            handle.pread(bytearray(100), direct_file, 7)
+    assert pages == [(PAGE, PAGE), (16 * PAGE, 16 * PAGE), (4 * PAGE, 16 * PAGE)]
