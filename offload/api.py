@@ -138,7 +138,12 @@ def run(
     # Tensors made in inference mode would be of no use outside of it.
     with torch.inference_mode(False):
         if isinstance(model, PreTrainedModel):
-            _check_live(model, config, wishes, model_class, revision)
+            of_files = {
+                "model_class": model_class,
+                "revision": revision,
+                "attn_implementation": attn_implementation,
+            }
+            _check_live(model, config, wishes, of_files)
             return offload_built(model, None, config)
         folder = resolve_model(model, revision, trust_remote_code)
         build = partial(
@@ -170,8 +175,7 @@ def _check_live(
     model: PreTrainedModel,
     config: OffloadConfig,
     wishes: Wishes | None,
-    model_class: Any,
-    revision: str | None,
+    of_files: Mapping[str, Any],
 ) -> None:
     """Refuse a live model that cannot be taken over, or arguments that are for checkpoints."""
     if isinstance(getattr(model, "offload", None), Offload):
@@ -183,10 +187,11 @@ def _check_live(
         raise ValueError(
             f"dtype={config.dtype} with a live model: cast the model first (model.to(...))"
         )
-    if model_class is not None or revision is not None:
-        raise ValueError(
-            "model_class and revision belong to a folder or hub id, not to a live model"
-        )
+    for name, value in of_files.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} belongs to a folder or hub id, not to a live model: leave it out"
+            )
     if getattr(model, "hf_device_map", None):
         raise ValueError(
             "this model was dispatched by accelerate (it has hf_device_map); load it without "

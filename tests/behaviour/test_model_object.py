@@ -364,8 +364,10 @@ def test_live_model_is_refused(tmp_path: Path, variant_folder: Folder) -> None:
         offload.run(empty, device_map="cpu")
     with pytest.raises(ValueError, match="cast the model first"):
         offload.run(variants.build("llama"), device_map="cpu", dtype="float16")
-    with pytest.raises(ValueError, match="not to a live model"):
-        offload.run(variants.build("llama"), device_map="cpu", model_class="AutoModel")
+    of_files = {"model_class": "AutoModel", "revision": "main", "attn_implementation": "eager"}
+    for name, value in of_files.items():
+        with pytest.raises(ValueError, match=f"^{name}='{value}' .* not to a live model"):
+            offload.run(variants.build("llama"), device_map="cpu", **{name: value})
 
 
 def test_live_model_after_a_refused_budget() -> None:
