@@ -81,17 +81,19 @@ def run(
             the project's CUDA kernels; UnsupportedError where it cannot express the model), or
             "auto": fused where a GPU computes, the kernels library loads and the family is known.
         device: where layers run: "cpu", "cuda:1", ... Default: the current GPU, else the CPU.
-        prefetch: loads kept ahead of the layer in use; n need n + 1 slots, and a small budget
-            lowers n (the report says so).
-        batch_size, max_length: what "auto" keeps memory free for on a GPU: KV cache and
-            activations of that many sequences (1 unless given) of that many tokens.
+        prefetch: loads kept ahead of the layer in use (unless given 2 on a GPU, 1 on a CPU); n need
+            n + 1 slots, and a small budget lowers n (the report says so).
+        batch_size, max_length: what memory is kept free for on a GPU: KV cache and activations of
+            that many sequences (1 unless given) of that many tokens (unless given as many as the
+            model allows, 2048 at most).
         goal: plan instead of filling by size, with device_map "auto": for most tokens a second
             ("throughput"), the shortest time ("latency") or the least GPU memory ("fits"), for
             sequences of `prompt_len` + `gen_len` tokens, by this machine's measured rates. For
             throughput the plan also chooses how many sequences run at once, unless batch_size
-            does: `model.offload.planned.choice.setting.batch`. The rates are those that
-            `offload info --measure` keeps; without them they are measured in a few seconds, less
-            precisely, and the report says so.
+            does: `model.offload.planned.choice.setting.batch`. prefetch, max_length, kv_on_cpu and
+            kv_attention are the plan's, too. The rates are those that `offload info --measure`
+            keeps; without them they are measured in a few seconds, less precisely, and the report
+            says so.
         kv_on_cpu: how many of batch_size sequences, the last ones of a batch, keep their keys and
             values in CPU memory, where CPU cores attend to them while weights are streamed (see
             kv_attention). More sequences then share each pass over the weights. Requires the fused
@@ -111,8 +113,10 @@ def run(
         revision, trust_remote_code, attn_implementation: as in from_pretrained.
 
     Raises:
+        ModelNotFoundError: a name that is neither a folder nor a hub id that can be had.
         CheckpointError, MissingWeightError: damaged or incomplete files, before a weight is read.
-        UnsupportedError: a way of quantising that is not read, or a model without layers.
+        UnsupportedError: a way of quantising that is not read, a model without layers, or one that
+            the engine that was asked for cannot run.
         BudgetError: memory or disk that cannot hold the least that is needed, with the numbers.
         ValueError, TypeError: an argument, by name and value.
     """

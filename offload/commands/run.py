@@ -90,14 +90,14 @@ def add_parser(commands: Any) -> None:
         "--max-length",
         type=positive,
         metavar="N",
-        help="tokens that 'auto' keeps GPU memory free for (default: those of this run)",
+        help="tokens that GPU memory is kept free for (default: those of this run)",
     )
     limits.add_argument(
         "--batch-size",
         type=positive,
         default=1,
         metavar="N",
-        help="sequences that 'auto' keeps GPU memory free for (default: 1)",
+        help="sequences that GPU memory is kept free for (default: 1)",
     )
     limits.add_argument(
         "--offload-folder",
