@@ -209,6 +209,33 @@ def test_what_asks_for_a_sequence_by_number_gets_that_of_the_batch(model: Any) -
     assert torch.equal(got, want)
 
 
+def test_early_exits_are_those_of_each_call(model: Any) -> None:
+    """`generate` lowers the model's number of layers while it makes candidates, and the others run
+    all of theirs meanwhile.
+    """
+    options: Request = {"assistant_early_exit": 1}
+    work = [{**r, "input_ids": r["input_ids"][:1]} for r in requests("llama", [8, 5, 6])]
+    for request in work:
+        request["attention_mask"] = request["attention_mask"][:1]
+    want = [model.generate(**request) for request in work]
+    got = model.offload.generate([work[0], work[1] | options, work[2] | options])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert model.config.num_hidden_layers == 3
+    ends = {"logits_processor": [_Fails()], "max_new_tokens": 9}
+    with pytest.raises(JobError, match="enough"):
+        model.offload.generate([work[0] | options | ends, work[1] | options])
+    assert model.config.num_hidden_layers == 3
+
+
+class _Fails:
+    """A logits processor that has enough of a candidate."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 8:
+            raise ValueError("enough")
+        return scores
+
+
 @settings(max_examples=8)
 @given(
     rows=st.integers(1, 7),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
@@ -21,7 +21,7 @@ from offload.errors import JobError, UnsupportedError
 from offload.kernels.call import current_stream
 from offload.models.hooked import PassOwner
 from offload.models.lockstep.crossing import crossing, stepping
-from offload.models.lockstep.set_aside import GrownTables, ThreadSettings
+from offload.models.lockstep.set_aside import GrownTables, LayerCounts, ThreadSettings
 from offload.models.lockstep.spent import let_forwards_go
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class _Job:
         self.depth = 0  # forwards inside one another
         self.looked_at: set[tuple[int, CodeType, int]] = set()  # forwards, in this pass
         self.tables = tables  # while it waits
+        self.layer_counts: Sequence[int] | None = None  # likewise; None: those of the model
         self._call = call
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self.greenlet = greenlet(self._run)
@@ -74,6 +75,7 @@ class LockStep:
         self._on_gpu = device.type == "cuda"
         self._name = name
         self._tables = GrownTables.of(model)
+        self._layer_counts = LayerCounts(model)
         self._jobs: list[_Job] = []  # those that have begun and not ended
         self._now: _Job | None = None
         self._hub = getcurrent()
@@ -211,6 +213,7 @@ class LockStep:
     def _switch(self, job: _Job, error: type[BaseException] | None = None) -> None:
         owner = self._owner
         outer = None if job.tables is None else job.tables.swap()
+        counts = self._layer_counts.put(job.layer_counts)
         owner.depth, self._now = job.depth, job
         try:
             if error is None:
@@ -219,6 +222,7 @@ class LockStep:
                 job.greenlet.throw(error)
         finally:
             job.depth, owner.depth, self._now = owner.depth, 0, None
+            job.layer_counts = self._layer_counts.put(counts)
             if outer is not None:
                 job.tables = outer.swap()
 

@@ -67,6 +67,24 @@ class GrownTables:
         return before
 
 
+class LayerCounts:
+    """How many of its layers a model's forward runs, by its configs: `assistant_early_exit` lowers
+    that while candidates are made, and each job has its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None))}
+        self._configs = [c for c in configs.values() if hasattr(c, "num_hidden_layers")]
+
+    def put(self, counts: Sequence[int] | None) -> Sequence[int]:
+        """Put these in place, unless None; returns those that were there."""
+        before = [config.num_hidden_layers for config in self._configs]
+        if counts is not None and counts != before:
+            for config, count in zip(self._configs, counts, strict=True):
+                config.num_hidden_layers = count
+        return before
+
+
 _CONTAINERS = {k for k, v in vars(nn.Module()).items() if isinstance(v, dict)}
 
 
