@@ -9,7 +9,7 @@ from offload import aio
 from offload.aio import extension, libaio, libaio_calls, threads
 from offload.aio.engine import Shape
 from offload.aio.file import Descriptors
-from offload.aio.request import BUFFERED, DIRECT, Request, Transfer, settle
+from offload.aio.request import BOUNCE, BUFFERED, DIRECT, Request, Transfer, settle
 
 PAGE = 4096
 
@@ -167,13 +167,17 @@ def test_a_threads_page_holds_the_grain_of_every_file(direct_file, monkeypatch):
     pages = []
 
     def moved(transfer: Transfer, bounce) -> int:
-        pages.append((transfer.request.align, bounce.nbytes))
+        pages.append((transfer.path, transfer.request.align, bounce and bounce.nbytes))
         return transfer.nbytes
 
-    monkeypatch.setattr(threads, "move", moved)
+    buffer = aio.alloc(2 * PAGE, lock=False)
     with aio.AioHandle(PAGE, 1, "python-threads") as handle:
-        pages.clear()  # of the trial
+        monkeypatch.setattr(threads, "move", moved)
         for grain in (512, 16 * PAGE, 4 * PAGE):
             direct_file.descriptors().offset_align = grain
-            handle.pread(bytearray(100), direct_file, 7)
-    assert pages == [(PAGE, PAGE), (16 * PAGE, 16 * PAGE), (4 * PAGE, 16 * PAGE)]
+            handle.pread(buffer.view(8, 108), direct_file, 8)  # as far into its page as the file's
+    assert pages == [
+        (BOUNCE, PAGE, PAGE),
+        (BOUNCE, 16 * PAGE, 16 * PAGE),
+        (BOUNCE, 4 * PAGE, 16 * PAGE),
+    ]
