@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -169,6 +170,29 @@ def test_other_calls_are_those_of_transformers(
         assert all(torch.equal(a, b) for a, b in pairs)
     assert unserved(model)[reason] == before + 1
     assert reason in str(model.offload.report())
+
+
+def test_fewer_layers_by_the_config(pair: Pair) -> None:
+    """As `assistant_early_exit` asks for them, over a cache with steps that were issued before."""
+    ids = variants.inputs("llama")["input_ids"]
+    found = []
+    for model in pair:
+        cache = DynamicCache()
+
+        def steps(first: int, last: int, kept: Any = cache, model: Any = model) -> list[Any]:
+            given = {exactness.name_of_cache(model): kept}
+            return [model(ids[:, i : i + 1], **given).logits for i in range(first, last)]
+
+        with torch.no_grad():
+            logits = steps(0, 8)
+            try:
+                model.config.num_hidden_layers = 2
+                logits += [*steps(8, 10, copy.deepcopy(cache)), model(ids, use_cache=False).logits]
+            finally:
+                model.config.num_hidden_layers = 3
+            found.append(logits + steps(8, 10))
+    assert all(comparison.spread(a, b) < 1e-5 for a, b in zip(*found, strict=True))
+    assert unserved(pair[1])["2 of the model's layers"] == 3
 
 
 def test_attentions_by_another_implementation(pair: Pair) -> None:

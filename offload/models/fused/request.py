@@ -119,6 +119,8 @@ def _check_mode(given: Mapping[str, Any], holder: Any, spec: ModelSpec) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise Unserved(f"config.{name}")
+    if config.num_hidden_layers != len(spec.layers):  # an early exit
+        raise Unserved(f"{config.num_hidden_layers} of the model's layers")
     if getattr(config, "_attn_implementation", None) != spec.attention:
         raise Unserved(f"the attention implementation {config._attn_implementation!r}")
     if holder.training:
