@@ -253,5 +253,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         state = "built" if reason is None else f"not in use; {reason}"
         lines.append(f"compiled part {part}: {state}")
     if not found["built"]:
-        lines.append("compiled parts: no record; the package runs from a plain source folder")
+        lines.append(
+            f"compiled parts: none; these are the sources in {Path(__file__).parents[1]}, which "
+            "Python takes before an installed package where it is started beside them: start it "
+            "elsewhere, or compile in place with `pip install -e .`"
+        )
     return lines

@@ -98,7 +98,10 @@ class Library:
 @functools.cache
 def _loaded() -> tuple[Library | None, str]:
     if not FILE.exists():
-        return None, "the kernels library was not built (`offload info` says why under `built`)"
+        # Beside the package's sources Python takes those, `python -m offload` too, but the program
+        # `offload` what is installed, where all may be well.
+        why = "`python -m offload info` says why"
+        return None, f"the kernels library was not built in {FILE.parent} ({why})"
     try:
         return Library(), ""
     except OSError as error:

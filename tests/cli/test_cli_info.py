@@ -61,3 +61,12 @@ def test_says_which_parts_are_of_no_use_and_why(
     out = program("info").out
     assert "compiled part one: built\n" in out
     assert "compiled part two: not in use; no compiler was found\n" in out
+
+
+def test_says_that_sources_are_run_instead_of_what_is_installed(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.build_report, "build_report", dict)
+    out = program("info").out
+    assert f"these are the sources in {Path(offload.__file__).parent}, which" in out
+    assert "pip install -e ." in out
