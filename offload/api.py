@@ -69,9 +69,9 @@ def run(
             covers everything there: resident weights, slots, activations and KV cache. "cpu"
             covers weights at rest and buffers for reads; where the CPU computes, it covers all
             weights in memory. An explicit value overrides what is detected.
-        offload_folder: for packed weights, written only where names or numbers must change (a
-            cast, a live model). Default: a cache folder of the user ($OFFLOAD_HOME). Nothing is
-            ever written beside the checkpoint.
+        offload_folder: for weights that are written because no file holds them as they are
+            streamed (a cast, a live model, `quantization`). Default: a cache folder of the user
+            ($OFFLOAD_HOME). Nothing is ever written beside the checkpoint.
         dtype: "auto" (as from_pretrained), a torch dtype or its name.
         quantization: a format for the weights of the layers, such as "int4" or "int8", or a dict
             of patterns (see `offload.pack`): a plain checkpoint is quantised once into the

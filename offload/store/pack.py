@@ -1,5 +1,5 @@
-"""A packed folder: the tensors whose names or numbers must change, written once in the form in
-which they are streamed.
+"""A packed folder: the tensors that no file of the checkpoint holds as they are streamed, written
+once.
 
 Each layer is one safetensors file whose data begins at a multiple of 4 KiB; any safetensors reader
 opens it. Files appear whole or not at all, the manifest last, so an interrupted pack is taken up
