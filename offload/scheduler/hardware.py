@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.errors import OffloadError
 
-FORMAT = 5  # raised when what is measured, or how, changes: older figures are then measured anew
+FORMAT = 6  # raised when what is measured, or how, changes: older figures are then measured anew
 # Rates and times beyond these are mistakes, and sums of what follows from them would overflow.
 LEAST, MOST = 1e-12, 1e24
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
