@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from profiles import GIB, H200, machine
 
 import offload.scheduler.hardware as hardware_module
-from offload.scheduler.hardware import Curve, Hardware, HardwareError, Machine
+from offload.scheduler.hardware import FORMAT, Curve, Hardware, HardwareError, Machine
 
 rates = st.floats(1e-9, 1e18)
 curves = st.dictionaries(st.integers(1, 1 << 20), rates, min_size=1, max_size=5).map(
@@ -67,7 +67,7 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("machine", "gpu_memory"), 10**400, "not a number of bytes"),
     (("rates",), None, "its 'rates' are None, not an object"),
     (("absent",), ["disk"], r"its 'absent' are \['disk'\], not an object"),
-    (("format",), 0, "its format is 0, and this version reads 5"),
+    (("format",), 0, f"its format is 0, and this version reads {FORMAT}"),
     (("machine", "cores"), ..., "see 'cores'"),
     (("rates", "speed"), {"value": 1.0, "unit": "B/s"}, "the rate 'speed' is none"),
     (("rates", "disk"), 5e9, "'disk' is 5000000000.0, not a 'value' with a 'unit'"),
