@@ -26,7 +26,7 @@ class Setup:
     kv_on_cpu: int = 0  # sequences of the batch
     kv_dtype: str = "auto"  # of their keys and values
     kv_attention: str = "auto"  # who attends to them
-    trace: str | None = None  # a file, for what offload does
+    trace: str | None = None  # a file, for what offload does; in micro-batches if there are any
     micro_batch: int | None = None  # sequences of each, measured beside one batch of all
     goal: str | None = None  # what is planned for, with the device map "auto"
     choose_batch: bool = False  # the plan says how many sequences run at once

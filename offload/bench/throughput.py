@@ -136,13 +136,14 @@ def _time_batches(
     sizes: Mapping[str, int | None],
 ) -> dict[str, tuple[Timing, Peaks, int | None]]:
     """By the name of its row, each way to run the batch: how long it took, what memory it took, and
-    bytes of activations where asked for. `sizes`: sequences of a micro-batch; None: one batch.
+    bytes of activations where asked for. `sizes`: sequences of a micro-batch; None: one batch. The
+    last way is what the others are measured for, and the one that is traced.
     """
     found: dict[str, tuple[Timing, Peaks, int | None]] = {}
     for name, size in sizes.items():
         if found:
             reset_peaks(device)
-        traced = setup.trace if not found else None
+        traced = setup.trace if len(found) == len(sizes) - 1 else None
         with model.offload.trace(traced) if traced else contextlib.nullcontext():
             timing = measure(model, work, device, size)
         peaks = Peaks(*gpu_peaks(device), host_peak())

@@ -57,11 +57,18 @@ def test_offload_computes_what_the_resident_model_does(
     assert list(tmp_path.iterdir()) == []  # the checkpoint went again
 
 
+def count(file: Path, name: str) -> int:
+    return sum(e["name"] == name for e in json.loads(file.read_text())["traceEvents"])
+
+
 def test_a_trace_of_the_passes_and_one_of_them_drawn(program: Any, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     found = bench(program, "--trace", file)
     assert "pass " in found["placement"] and " of 5 traced: " in found["placement"]
     assert any(e["name"] == "layer 0" for e in json.loads(file.read_text())["traceEvents"])
+    one = count(file, "layer 0")
+    bench(program, "--trace", file, "--micro-batch", 1)
+    assert count(file, "layer 0") == 2 * one
     done = program("bench", "throughput", "--overhead", "--trace", file)
     assert done.code != 0 and "--trace belongs to" in done.err
 
