@@ -246,7 +246,9 @@ class Offload(NotCopied):
 
         Returns:
             Of a batch the ids [batch, tokens], padded at the end as `generate` pads; a list of
-            outputs, one a micro-batch, with `return_dict_in_generate`. Of requests a list.
+            outputs, one a micro-batch, with `return_dict_in_generate`. Of requests a list. Stop
+            strings and stopping criteria end a micro-batch once they have ended its rows, which in
+            one batch go on until the last row of all ends.
 
         Raises:
             JobError: a micro-batch failed; which one, and why. The others were ended.

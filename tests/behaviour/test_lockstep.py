@@ -11,6 +11,7 @@ from typing import Any
 import comparison
 import pytest
 import torch
+import transformers
 import variants
 from greenlet import greenlet
 from hypothesis import given, settings
@@ -650,8 +651,15 @@ def test_without_a_padding_token_lengths_must_not_differ(
 ) -> None:
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     batch = variants.inputs("llama", rows=3)
-    with pytest.raises(ValueError, match="pass pad_token_id"):
-        model.offload.generate(batch, micro_batch_size=1, stopping_criteria=[_Stops(3)])
+    by_config = transformers.GenerationConfig(max_time=1e-9)
+    for option in (
+        {"stopping_criteria": [_Stops(3)]},
+        {"max_time": 1e-9},
+        {"stop_strings": ["x"], "tokenizer": object()},
+        {"generation_config": by_config},
+    ):
+        with pytest.raises(ValueError, match="pass pad_token_id"):
+            model.offload.generate(batch, micro_batch_size=1, **option)
     got = model.offload.generate(batch, micro_batch_size=1, max_new_tokens=2)
     assert got.shape == (3, batch["input_ids"].shape[1] + 2)
 

@@ -79,7 +79,7 @@ class MicroBatches:
                 if common.get(name) is not None:
                     raise ValueError(f"{name} cannot be split into micro-batches: {why}")
         pad = _Padding.of(options, model)
-        pad.check(options, batch > size)
+        pad.check(batch > size)
 
         allowed = common.pop("prefix_allowed_tokens_fn", None)
 
@@ -151,6 +151,7 @@ class _Padding:
     """What `generate` fills rows with that ended early; None where no row does."""
 
     token: int | None
+    stops: bool  # whether rows may also end otherwise than with an end token
 
     @classmethod
     def of(cls, options: Mapping[str, Any], model: Any) -> _Padding:
@@ -158,23 +159,28 @@ class _Padding:
         own = model.generation_config
         given = options.get("generation_config") or own
 
+        def asked(name: str) -> Any:
+            found = (options.get(name), getattr(given, name, None), getattr(own, name, None))
+            return next((value for value in found if value is not None), None)
+
         def first(name: str) -> int | None:
-            for value in (options.get(name), getattr(given, name, None), getattr(own, name, None)):
-                if value is not None:
-                    return int(torch.as_tensor(value).flatten()[0])
-            return None
+            value = asked(name)
+            return None if value is None else int(torch.as_tensor(value).flatten()[0])
 
         pad, end = first("pad_token_id"), first("eos_token_id")
         # Beam search takes a padding token of 0 for none.
         missing = not pad if (first("num_beams") or 1) > 1 else pad is None
-        return cls(end if missing and end is not None else pad)
+        ways = ("stopping_criteria", "max_time", "stop_strings")
+        return cls(
+            end if missing and end is not None else pad,
+            any(asked(name) is not None for name in ways),
+        )
 
-    def check(self, options: Mapping[str, Any], several: bool) -> None:
+    def check(self, several: bool) -> None:
         """Refuse what may end micro-batches at different lengths where nothing is known to fill
         the shorter ones with.
         """
-        criteria = options.get("stopping_criteria"), options.get("max_time")
-        if several and self.token is None and any(x is not None for x in criteria):
+        if several and self.token is None and self.stops:
             raise ValueError(
                 "micro-batches may end at different lengths, and there is no padding token to fill "
                 "the shorter ones with: pass pad_token_id"
