@@ -86,14 +86,14 @@ def run(
         batch_size, max_length: what memory is kept free for on a GPU: KV cache and activations of
             that many sequences (1 unless given) of that many tokens (unless given as many as the
             model allows, 2048 at most).
-        goal: plan instead of filling by size, with device_map "auto": for most tokens a second
+        goal, prompt_len, gen_len: plan instead of filling by size, for most tokens a second
             ("throughput"), the shortest time ("latency") or the least GPU memory ("fits"), for
             sequences of `prompt_len` + `gen_len` tokens, by this machine's measured rates. For
             throughput the plan also chooses how many sequences run at once, unless batch_size
-            does: `model.offload.planned.choice.setting.batch`. prefetch, max_length, kv_on_cpu and
-            kv_attention are the plan's, too. The rates are those that `offload info --measure`
-            keeps; without them they are measured in a few seconds, less precisely, and the report
-            says so.
+            does: `model.offload.planned.choice.setting.batch`. device_map, prefetch, max_length,
+            kv_on_cpu and kv_attention are the plan's, too: leave them out. The rates are those that
+            `offload info --measure` keeps; without them they are measured in a few seconds, less
+            precisely, and the report says so.
         kv_on_cpu: how many of batch_size sequences, the last ones of a batch, keep their keys and
             values in CPU memory, where CPU cores attend to them while weights are streamed (see
             kv_attention). More sequences then share each pass over the weights. Requires the fused
