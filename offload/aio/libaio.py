@@ -143,13 +143,19 @@ class _Queue:
             self._release()
             raise OSError(code, f"io_submit of a poll: {os.strerror(code)}")
         self._thread = threading.Thread(target=self._serve, name="offload-libaio", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more of them
+            self._release()
+            raise AioError(errno.EAGAIN, f"no I/O thread: {error}") from None
 
     def wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 
     def join(self) -> None:
+        """Wait for the thread, which ends once the lane is closed and empty."""
         self._thread.join()
+        os.close(self._wakeup)  # not by the thread: who wakes it may come when it has ended
 
     def owns_this_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -158,6 +164,7 @@ class _Queue:
         os.close(self._wakeup)
 
     def _release(self) -> None:
+        """Of a queue without a thread."""
         self._calls("io_destroy", self._context)
         os.close(self._wakeup)
 
@@ -181,7 +188,7 @@ class _Queue:
             if len(self._free) == self._depth and not self._ready and self._lane.drained():
                 break
             self._reap()
-        self._release()
+        self._calls("io_destroy", self._context)
         for page in self._pages:
             if page is not None:
                 page.close()

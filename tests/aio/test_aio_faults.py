@@ -234,7 +234,7 @@ def few_threads(monkeypatch):
         left = iter(range(count))
 
         def started(thread: threading.Thread) -> None:
-            if thread.name.startswith("offload-aio-") and next(left, None) is None:
+            if thread.name.startswith("offload-") and next(left, None) is None:
                 raise RuntimeError("can't start new thread")
             start(thread)
 
@@ -250,11 +250,21 @@ def test_a_process_that_may_start_few_python_threads(few_threads, data_file, con
         assert handle.pread(part, data_file, 5) == 100_000
         assert part == content[5:100_005]
         assert handle.describe()["threads"] == 3
-    assert not [t for t in threading.enumerate() if t.name.startswith("offload-aio-")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("offload-")]
+
+
+@pytest.mark.parametrize("name", ["ctypes-libaio", "python-threads"])
+def test_a_process_that_may_start_no_python_thread(few_threads, name):
+    if why_not(name) is not None:
+        pytest.skip(why_not(name))
     few_threads(0)
     with pytest.raises(aio.BackendUnavailable, match="no I/O thread") as caught:
-        aio.AioHandle(backend="python-threads")
+        aio.AioHandle(backend=name)
     assert caught.value.errno == errno.EAGAIN
+    few_threads(2)  # the trial's, and one queue of two
+    with pytest.raises(aio.BackendUnavailable, match="no I/O thread"):
+        aio.AioHandle(backend="ctypes-libaio", intra_op_parallelism=2)
+    assert not [t for t in threading.enumerate() if t.name.startswith("offload-")]
 
 
 def test_native_aio_by_ctypes_without_threads(few_threads, tmp_path):

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import os
 
 import pytest
 from aio_machine import why_not
@@ -55,6 +56,23 @@ def test_each_way_to_the_calls_reads(sonames, direct_file, content):
         assert buffer.view() == content[4096:54_096]
     finally:
         engine.close()
+
+
+def test_queues_that_end_before_they_are_woken():
+    """A queue that is at work sees by itself that no more will come. The descriptor that it is
+    woken by lasts until nobody wakes it any more, or another file would be written to.
+    """
+    if why_not("ctypes-libaio") is not None:
+        pytest.skip(why_not("ctypes-libaio"))
+    before = len(os.listdir("/proc/self/fd"))
+    shape = Shape(4096, 4, 2, single_submit=False, overlap_events=True)
+    engine = libaio.LibaioEngine(shape, lambda *_: None)
+    engine._lane.close()
+    for queue in engine._queues:
+        queue.wake()
+        queue._thread.join(20)
+    engine.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("sonames", _sources())
