@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -242,11 +243,27 @@ def test_a_gpu_and_its_link(tmp_path: Path) -> None:
     assert found.hbm and found.hbm > 3 * found.link_up
 
 
-def test_quick_rates_are_enough_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick rates in a moment."""
     monkeypatch.setattr(quick, "LONGER", 0.05)
     monkeypatch.setattr(quick, "SECONDS", 0.01)
     monkeypatch.setattr(quick, "DISK_BYTES", 1 << 20)
     quick.quick_hardware.cache_clear()
+
+
+def test_quick_rates_on_a_full_disk(
+    quicker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that needs no files is made all the same."""
+    full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    found = quick.quick_hardware(CPU, torch.float32, (), tmp_path)
+    assert found.disk is None and "1 MiB free" in found.absent["disk"]
+    assert found.link_up and found.matrix
+
+
+def test_quick_rates_are_enough_for_a_plan(quicker: None, tmp_path: Path) -> None:
     found = quick.quick_hardware(CPU, torch.float32, (), tmp_path)
     assert quick.quick_hardware(CPU, torch.float32, (), tmp_path) is found
     assert list(tmp_path.iterdir()) == []
