@@ -25,7 +25,7 @@ class Mapping:
         self.address = 0
         page = os.sysconf("SC_PAGESIZE")
         self.nbytes = -(-max(nbytes, 1) // page) * page
-        self.kind = "4K" if page == 4096 else f"{page >> 10}K"
+        self.kind = self._ordinary = f"{page >> 10}K"
         self.reason = "huge pages were not asked for"
         if huge not in ("auto", "hugetlb", "thp", False):
             raise ValueError(f"huge must be 'auto', 'hugetlb', 'thp' or False, not {huge!r}")
@@ -86,7 +86,7 @@ class Mapping:
     def fall_back_to_small(self) -> None:
         """Replace untouched reserved huge pages that cannot be had by an ordinary mapping."""
         self.close()
-        self.address = 0
+        self.kind = self._ordinary
         self._map_aligned(HUGE_PAGE)
         self._advise_huge()
         system.madvise(self.address, self.nbytes, system.MADV_DONTFORK)

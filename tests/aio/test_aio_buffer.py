@@ -1,6 +1,7 @@
 """Memory: aligned, of exact size, on huge pages, pinned in chunks, there as long as needed."""
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -191,6 +192,17 @@ def test_memory_goes_with_its_last_user():
     gc.collect()
     assert mapped() - before < 32 * MIB
     assert all(start != address for start, _ in _maps())
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("never", "4K"), ("madvise", "thp")])
+def test_ordinary_pages_in_place_of_reserved_ones_say_what_they_are(mode, kind, monkeypatch):
+    monkeypatch.setattr(mapping, "_thp_mode", lambda: mode)
+    with mapping.Mapping(4 * MIB) as found:
+        found.kind = "hugetlb"  # as one of reserved pages, which may not be here
+        found.fall_back_to_small()
+        assert found.kind == kind.replace("4K", f"{os.sysconf('SC_PAGESIZE') >> 10}K")
+        assert mode in found.reason
+        found.touch(0, found.nbytes)
 
 
 def _maps() -> list[tuple[int, int]]:
