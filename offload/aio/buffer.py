@@ -35,7 +35,6 @@ class AlignedBuffer(_Exporter):
         if lock not in ("auto", "cuda", "mlock", False):
             raise ValueError(f"lock must be 'auto', 'cuda', 'mlock' or False, not {lock!r}")
         self.nbytes = nbytes
-        self._lock_kind = lock
         self._mapping = Mapping(nbytes, huge)
         self._huge = huge
         self._guard = threading.Lock()

@@ -34,7 +34,6 @@ class Pin:
         self.device: int | None = None
         self.why_not_cuda = "pinning for the GPU was not asked for"
         self.mlock = kind in ("auto", "mlock")
-        self.wanted = kind
         self.pid = os.getpid()
         self.registered: list[int] = []
         self.regions: list[int] = []

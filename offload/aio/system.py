@@ -18,8 +18,6 @@ libc.madvise.argtypes = [_ptr, _size, _int]
 libc.madvise.restype = _int
 libc.mlock.argtypes = [_ptr, _size]
 libc.mlock.restype = _int
-libc.munlock.argtypes = [_ptr, _size]
-libc.munlock.restype = _int
 libc.fstatfs.argtypes = [_int, _ptr]
 libc.fstatfs.restype = _int
 
