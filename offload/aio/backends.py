@@ -41,22 +41,32 @@ def make(name: str, shape: Shape, on_done: OnDone, named: bool) -> Engine:
     )
 
 
-def select(requested: str, shape: Shape, on_done: OnDone) -> tuple[Engine, list[dict[str, Any]]]:
-    """The engine and the list of what was tried; a backend that was named has no stand-in."""
+def candidates(requested: str) -> tuple[str, ...]:
+    """The backends that are tried, in this order; one that was named has no stand-in. Raises
+    ValueError for what is none.
+    """
     if requested not in (*BACKENDS, "auto"):
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, not {requested!r}")
-    named = requested
-    if requested == "auto" and os.environ.get(ENVIRONMENT, "auto") != "auto":
-        named = os.environ[ENVIRONMENT]
-        if named not in BACKENDS:
-            raise ValueError(f"{ENVIRONMENT} must be one of {BACKENDS}, not {named!r}")
+    if requested != "auto":
+        return (requested,)
+    named = os.environ.get(ENVIRONMENT, "auto")
+    if named == "auto":
+        return BACKENDS
+    if named not in BACKENDS:
+        raise ValueError(f"{ENVIRONMENT} must be one of {BACKENDS}, not {named!r}")
+    return (named,)
+
+
+def select(requested: str, shape: Shape, on_done: OnDone) -> tuple[Engine, list[dict[str, Any]]]:
+    """The engine and the list of what was tried."""
     tried: list[dict[str, Any]] = []
-    for name in BACKENDS if named == "auto" else (named,):
+    names = candidates(requested)
+    for name in names:
         entry = try_out(name)
         tried.append(entry)
         if entry["ok"]:
             try:
-                engine = make(name, shape, on_done, named=named != "auto")
+                engine = make(name, shape, on_done, named=names == (name,))
             except OSError as error:  # one queue was granted, but not as many or as deep
                 entry.update(_refusal(name, error))
                 continue

@@ -7,17 +7,22 @@ import platform
 import resource
 from typing import Any
 
-from .backends import BACKENDS, try_out
+from .backends import BACKENDS, candidates, try_out
 from .extension import WHY_NOT
 from .file import AioFile
 
 
 def probe(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """Each backend tried by one real read, the limits that matter, and how `path` can be read."""
+    """Each backend tried by one real read, the one that "auto" takes (None where that which
+    OFFLOAD_AIO_BACKEND names cannot run), the limits that matter, and how `path` can be read.
+
+    Raises ValueError where that variable names no backend.
+    """
+    wanted = candidates("auto")
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tried = [try_out(name) for name in BACKENDS]
     found: dict[str, Any] = {
-        "selected": next(entry["backend"] for entry in tried if entry["ok"]),
+        "selected": next((e["backend"] for e in tried if e["ok"] and e["backend"] in wanted), None),
         "backends": tried,
         "extension": WHY_NOT or "built",
         "kernel": platform.release(),

@@ -213,6 +213,16 @@ def _folder(offload_folder: str | None) -> dict[str, Any]:
     }
 
 
+def _reads(selected: str | None) -> str:
+    """What reads files; where the user named it, that too."""
+    from offload.aio.backends import ENVIRONMENT
+
+    named = os.environ.get(ENVIRONMENT, "auto")
+    if selected is None:
+        return f"none; {ENVIRONMENT} names {named}, which cannot run here"
+    return selected if named == "auto" else f"{selected}, as {ENVIRONMENT} says"
+
+
 def _lines(found: dict[str, Any]) -> list[str]:
     from offload.sizes import format_count, format_size
 
@@ -238,7 +248,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"offload folder: {folder['path']}{state}, "
         f"{'writable' if folder['writable'] else 'NOT writable'}, {format_size(folder['free'])} of "
         f"{format_size(folder['total'])} free on its disk",
-        f"disk reads: {io['selected']}",
+        f"disk reads: {_reads(io['selected'])}",
     ]
     for entry in io["backends"]:
         use = "in use" if entry["backend"] == io["selected"] else "works, not needed"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -15,6 +16,16 @@ def test_nvme_measures_the_drive_of_a_folder(program: Any, tmp_path: Path) -> No
     assert done.code == 0, done.err
     assert json.loads(done.out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nvme_measures_what_the_environment_names(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_AIO_BACKEND", "python-threads")
+    size = ("--max-size", "1MiB", "--block", "1MiB", "--depth", 1, "--rounds", 1)
+    found = json.loads(program("bench", "nvme", tmp_path, *size, "--json").out)
+    assert [row["name"] for row in found["rows"]] == ["python-threads"]
+    assert found["probe"]["selected"] == "python-threads"
 
 
 def test_link_needs_a_gpu_and_says_so(program: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,29 @@ def test_text_gives_a_reason_for_what_is_not_in_use(
     for backend in BACKENDS:
         (line,) = [ln for ln in done.out.splitlines() if ln.startswith(f"  {backend}: ")]
         assert ("in use" in line) == (backend == aio.probe()["selected"])
+
+
+def test_a_backend_that_the_environment_names(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_AIO_BACKEND", "python-threads")
+    out = program("info").out
+    assert "\ndisk reads: python-threads, as OFFLOAD_AIO_BACKEND says\n" in out
+    assert "\n  python-threads: in use\n" in out and out.count(": in use\n") == 1
+
+
+def test_a_named_backend_that_cannot_run(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> dict[str, Any]:
+        return {"backend": name, "ok": name == "threads", "errno": 1, "reason": "not here"}
+
+    monkeypatch.setattr(sys.modules["offload.aio.probe"], "try_out", refused)
+    monkeypatch.setenv("OFFLOAD_AIO_BACKEND", "uring")
+    out = program("info").out
+    assert "\ndisk reads: none; OFFLOAD_AIO_BACKEND names uring, which cannot run here\n" in out
+    assert "\n  uring: not here\n" in out and "\n  threads: works, not needed\n" in out
+    monkeypatch.setenv("OFFLOAD_AIO_BACKEND", "posix")
+    done = program("info")
+    assert done.code == 2 and "OFFLOAD_AIO_BACKEND must be one of" in done.err
 
 
 def test_says_that_a_cgroup_is_the_limit(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import tuning
-from ..backends import BACKENDS, try_out
+from ..backends import BACKENDS, candidates, try_out
 from ..buffer import alloc
 from ..probe import probe
 from . import hugepages, peers, plot, table, testfile
@@ -84,7 +84,11 @@ def _backends(args: argparse.Namespace) -> list[str]:
     if wanted == ["all"]:
         wanted = list(BACKENDS)
     if wanted == ["auto"]:
-        return [next(name for name in BACKENDS if try_out(name)["ok"])]
+        tried = (try_out(name) for name in candidates("auto"))
+        for entry in tried:
+            if entry["ok"]:
+                return [entry["backend"]]
+        raise ValueError(f"backend {entry['backend']!r} cannot run here: {entry['reason']}")
     usable = []
     for name in wanted:
         entry = try_out(name)
@@ -164,7 +168,7 @@ def _remember(args: argparse.Namespace, path: str, rows: list[dict[str, Any]]) -
 def _describe(found: dict[str, Any], nbytes: int) -> str:
     file = found["file"]
     lines = [f"{file['path']}: {show(nbytes)}, {file['direct_reason']}"]
-    lines.append(f"kernel {found['kernel']}, auto takes {found['selected']}")
+    lines.append(f"kernel {found['kernel']}, auto takes {found['selected'] or 'none'}")
     if not file["direct"]:
         lines.append("warning: not read past the page cache; rates are those of memory")
     return "\n".join(lines)
