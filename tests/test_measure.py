@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from offload.measure.host import (
     rates_beside,
     read_rate,
 )
+from offload.measure.link import LinkRates
 from offload.models.profile import config_profile
 from offload.scheduler.hardware import HardwareError
 from offload.scheduler.plan import Budget
@@ -226,6 +230,48 @@ def test_a_reader_that_fails_beside_something_else_says_why(after: int) -> None:
 
 def _fail() -> float:
     raise OffloadError("no")
+
+
+def test_the_gpu_that_is_measured_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Events and graphs are of the current GPU: of another one they would time nothing."""
+    gpu, seen = torch.device("cuda", 1), []
+    now = [0]
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        now.append(device.index)
+        yield
+        now.pop()
+
+    def measured(name: str, value: object) -> Callable[..., object]:
+        return lambda *_: seen.append((name, now[-1])) or value
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 34, 1 << 34))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    here = machine.this_machine(tmp_path, CPU)
+    for where in (hardware, quick):
+        for name, value in (
+            *((name, 1.0) for name in ("launch_seconds", "prompt_layer_seconds", "product_rate")),
+            *(("measure_disk", 1.0), ("read_rate", 1.0), ("hbm_rates", (1.0, 1.0))),
+            *(("exchange_seconds", (1.0, 1.0)), ("link_rates", LinkRates(1.0, 1.0, 1.0, 1.0))),
+            *((name, {}) for name in ("own_rates", "attention_rates", "beside")),
+            *(("HostMemory", Mock()), ("why_not_host", None), ("this_machine", here)),
+        ):
+            if name not in ("why_not_host", "this_machine"):
+                monkeypatch.setattr(where, name, measured(name, value))
+            else:
+                monkeypatch.setattr(where, name, lambda *_, value=value: value)
+    assert measure_hardware(gpu, tmp_path).link_up == 1.0
+    assert len({name for name, _ in seen}) == 12 and {index for _, index in seen} == {1}
+    seen.clear()
+    quick.quick_hardware.cache_clear()
+    assert quick.quick_hardware(gpu, torch.float16, (), tmp_path).link_up == 1.0
+    assert len({name for name, _ in seen}) == 12 and {index for _, index in seen} == {1}
+    assert now == [0]
 
 
 @GPU

@@ -79,6 +79,15 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU the current one, if it is not: whatever the tensors, torch's events and graphs are
+    of that one, and so are launches.
+    """
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
 def on_stream(device: torch.device, stream: int) -> contextlib.AbstractContextManager[Any]:
     """Make torch issue its work on `stream`, if it does not do so already."""
     if device.type != "cuda" or current_stream(device) == stream:

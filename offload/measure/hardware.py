@@ -15,6 +15,7 @@ from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
 from offload.home import expanded
+from offload.kernels.call import on_device
 from offload.kernels.choices import dtype_name
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
@@ -88,7 +89,8 @@ def measure_hardware(
     for what, names, measure in steps:
         progress(f"measuring: {what}")
         try:
-            rates.update(measure())
+            with on_device(device):
+                rates.update(measure())
         except (OffloadError, AioError, OSError, ValueError, RuntimeError, MemoryError) as error:
             absent.update(dict.fromkeys(names, " ".join(str(error).split())[:300]))
     absent = {name: why for name, why in absent.items() if name not in rates}

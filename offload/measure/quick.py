@@ -14,6 +14,7 @@ from offload.aio import AioError
 from offload.aio.bench.testfile import made
 from offload.device import compute_device
 from offload.errors import OffloadError
+from offload.kernels.call import on_device
 from offload.kernels.choices import dtype_name
 from offload.kernels.host_library import why_not_host
 from offload.measure.beside import beside
@@ -47,6 +48,13 @@ def quick_hardware(
 
     Reads are of `files`, or of a test file in `folder` where there are none.
     """
+    with on_device(device):
+        return _measured(device, dtype, files, folder)
+
+
+def _measured(
+    device: torch.device, dtype: torch.dtype, files: Sequence[str], folder: Path
+) -> Hardware:
     kind = device.type
     rates: dict[str, Any] = {}
     absent = {"cpu_attention": "no GPU: the CPU computes anyhow"}

@@ -16,6 +16,7 @@ from offload.bench.kernels.case import Case, Measured, Rates, measure
 from offload.bench.result import machine
 from offload.bench.table import format_table, number
 from offload.kernels import choices, why_not
+from offload.kernels.call import on_device
 
 _HEAD = ("op", "shape", "us", "GB/s", "TFLOP/s", "of bound", "beside")
 
@@ -123,17 +124,18 @@ def run_kernels(wanted: Wanted, say: Callable[[str], None] = lambda line: None) 
     """
     found = _modules(wanted)
     check_device(wanted.device)
-    rates = Rates.measure(wanted.device, 1.0 if wanted.quick else 5.0)
-    result = KernelsResult(rates, machine(wanted.device))
-    say(heading(rates, result.machine))
-    for name, module in found.items():
-        try:
-            for case in module.cases(wanted.device, wanted.quick):
-                _one(case, name, wanted, result, say)
-        except Exception as error:  # the other ops' figures still count
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            result.rows.append(Measured(name, "all others", "ours", None, 0.0, 0, 0.0, text))
-            say(f"{name}: {text}")
+    with on_device(wanted.device):
+        rates = Rates.measure(wanted.device, 1.0 if wanted.quick else 5.0)
+        result = KernelsResult(rates, machine(wanted.device))
+        say(heading(rates, result.machine))
+        for name, module in found.items():
+            try:
+                for case in module.cases(wanted.device, wanted.quick):
+                    _one(case, name, wanted, result, say)
+            except Exception as error:  # the other ops' figures still count
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                result.rows.append(Measured(name, "all others", "ours", None, 0.0, 0, 0.0, text))
+                say(f"{name}: {text}")
     if wanted.shapes and not result.rows:
         asked = " and ".join(map(repr, wanted.shapes))
         raise ValueError(f"no case has {asked} in the name of its shape")

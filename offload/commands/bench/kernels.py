@@ -84,6 +84,7 @@ def _sweep(wanted: Wanted, tell: Callable[[str], None]) -> dict[str, Any]:
     from offload.bench.kernels import gemm, gemm_sweep, quant_gemm, run
     from offload.bench.kernels.case import Rates
     from offload.bench.result import machine
+    from offload.kernels.call import on_device
 
     if wanted.quick or wanted.compiled:
         name = "--quick" if wanted.quick else "--compile"
@@ -95,10 +96,11 @@ def _sweep(wanted: Wanted, tell: Callable[[str], None]) -> dict[str, Any]:
     if device.type != "cuda":
         raise ValueError("the sweep needs a CUDA device")
     run.check_device(device)
-    rates, facts = Rates.measure(device, 1.0), machine(device)
-    tell(run.heading(rates, facts))
-    return {
-        "machine": facts,
-        "rates": asdict(rates),
-        "sweep": sweeps[ops[0]](device, rates, wanted.shape, tell),
-    }
+    with on_device(device):
+        rates, facts = Rates.measure(device, 1.0), machine(device)
+        tell(run.heading(rates, facts))
+        return {
+            "machine": facts,
+            "rates": asdict(rates),
+            "sweep": sweeps[ops[0]](device, rates, wanted.shape, tell),
+        }
