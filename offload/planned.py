@@ -149,7 +149,9 @@ def _hardware(
     """This machine's rates, and what to say of them. The kept ones are not used if they lack
     products of this dtype.
     """
-    kept = kept_hardware(None, config.compute)
+    kept = kept_hardware(config.offload_folder, config.compute)
+    if kept is None:
+        kept = kept_hardware(None, config.compute)
     if kept is not None and kept.link_up is not None and kept.multiplies(dtype_name(dtype)):
         if files and disk_of(Path(files[0]).resolve().parent) != kept.machine.disk:
             with contextlib.suppress(AioError, OSError):  # then it is as good a guess as any

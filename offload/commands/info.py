@@ -30,7 +30,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(execute=execute)
     parser.add_argument(
-        "--offload-folder", type=path, metavar="FOLDER", help="(default: the user's cache)"
+        "--offload-folder",
+        type=path,
+        metavar="FOLDER",
+        help="that of runs, where --measure keeps rates for them (default: the user's cache)",
     )
     parser.add_argument(
         "--measure",

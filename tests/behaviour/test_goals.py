@@ -203,6 +203,27 @@ def test_a_machine_that_was_not_measured_is_measured_in_seconds_and_the_report_s
     assert files and all(file.endswith(".safetensors") for file in files)
 
 
+def test_rates_that_were_kept_in_the_offload_folder(
+    variant_folder: Callable[[str], Path],
+    hardware: Hardware,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`offload info --measure --offload-folder FOLDER`, then a run with that folder."""
+    monkeypatch.setattr(planned, "quick_hardware", None)
+    folder = tmp_path / "other"
+    file = rates_file(folder, CPU)
+    file.parent.mkdir(parents=True)
+    slower = replace(hardware, matrix={"float32": ((1, 1e8), (64, 4e9))})
+    file.write_text(json.dumps(slower.as_dict()))
+    there = run(variant_folder("llama"), goal="latency", offload_folder=folder)
+    at_home = run(variant_folder("llama"), goal="latency", offload_folder=tmp_path / "empty")
+    seconds = [m.offload.planned.choice.prefill_seconds for m in (there, at_home)]
+    assert seconds[0] > 2 * seconds[1]
+    there.offload.close()
+    at_home.offload.close()
+
+
 def test_the_disk_that_counts_is_that_of_the_weights(
     variant_folder: Callable[[str], Path], hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
