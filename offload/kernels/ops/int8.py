@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from offload.kernels.activation import Kind
+from offload.kernels.call import on_device
 from offload.kernels.int8_linear import Int8Linear
-from offload.kernels.ops.registration import define, guard, launch
+from offload.kernels.ops.registration import define, launch
 from offload.kernels.ops.scratch import workspace
 from offload.kernels.weight_format import WeightFormat
 
@@ -30,7 +31,7 @@ def _int8_linear(
     out = _int8_linear_output(input, codes, scale, **options)
     form = WeightFormat("int8", "plain", (0 if scale.numel() == 1 else 1, 0), inputs="int8")
     stored = {"weight": codes, form.scale_name: scale}
-    with guard(input.device):
+    with on_device(input.device):
         call = Int8Linear(input, form, stored, out, workspace=workspace(input.device), **options)
         launch(call, input.device)
     return out

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from offload.kernels.activation import Kind
+from offload.kernels.call import on_device
 from offload.kernels.gemm import SkinnyGemm
 from offload.kernels.linear import Linear
 from offload.kernels.norm import Norm
 from offload.kernels.ops.norm_fields import norm_fields, norm_of, norm_schema
-from offload.kernels.ops.registration import define, guard, launch
+from offload.kernels.ops.registration import define, launch
 from offload.kernels.ops.scratch import workspace
 
 
@@ -38,7 +39,7 @@ def _skinny_gemm(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> t
 def _linear(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
     out = _linear_output(input, weight, **options)
     norm = norm_of("norm", options)
-    with guard(input.device):
+    with on_device(input.device):
         call = Linear(input, weight, out, norm=norm, workspace=workspace(input.device), **options)
         launch(call, input.device)
     return out

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offload.kernels.call import Call, current_stream
+from offload.kernels.call import Call, current_stream, on_device
 
 _library = torch.library.Library("offload", "DEF")
 
@@ -24,12 +23,7 @@ def define(schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> N
     torch.library.register_fake(f"offload::{name}", shape, lib=_library)
 
 
-def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensors' GPU the current one: streams, choices and launches are that one's."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def launch(call: Call, device: torch.device) -> None:
     """Issue a call whose tensors are on `device`, on torch's current stream there."""
-    with guard(device):
+    with on_device(device):
         call.launch(current_stream(device))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from offload.kernels.activation import Kind
+from offload.kernels.call import on_device
 from offload.kernels.dequantizer import Dequantize
 from offload.kernels.ops.format_fields import STORED, format_fields, format_of
-from offload.kernels.ops.registration import define, guard, launch
+from offload.kernels.ops.registration import define, launch
 from offload.kernels.ops.scratch import workspace
 from offload.kernels.quant_linear import QuantLinear
 from offload.kernels.weight_format import WeightFormat
@@ -55,7 +56,7 @@ def _quant_linear(
 ) -> torch.Tensor:
     described, found = format_of(stored, *form)
     out = _quant_linear_output(input, stored, *form, **options)
-    with guard(input.device):
+    with on_device(input.device):
         call = QuantLinear(
             input, described, found, out, workspace=workspace(input.device), **options
         )

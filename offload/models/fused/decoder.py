@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, modeling_outputs
 
-from offload.kernels.call import current_stream
+from offload.kernels.call import current_stream, on_device
 from offload.kernels.gemm import MOST_ROWS
 from offload.kernels.quant_gemm import MOST_ROWS as STORED_ROWS
 from offload.kernels.residual_norm import ResidualNorm
@@ -88,7 +88,7 @@ class FusedEngine(NotCopied):
 
     def serve(self, given: dict[str, Any]) -> Any:
         """The decoder's output for arguments by name; raises Unserved where it is not ours."""
-        with self._current(), self._scratch():
+        with on_device(self._device), self._scratch():
             # First of all, because the GPU is idle. If a check that follows fails, nothing is kept:
             # what was written lies behind the cache's end.
             step = self._start(given)
@@ -107,12 +107,6 @@ class FusedEngine(NotCopied):
                 for session in list(self._sessions):
                     session.settle()
                 raise
-
-    def _current(self) -> AbstractContextManager[Any]:
-        """Makes the engine's GPU the current one, if it is not yet."""
-        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
-            return nullcontext()
-        return torch.cuda.device(self._device)
 
     def _scratch(self) -> AbstractContextManager[None]:
         """Holds the scratch in which this engine makes weights whole, if it has one: nobody else

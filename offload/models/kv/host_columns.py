@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from offload.kernels.call import current_stream
+from offload.kernels.call import current_stream, on_device
 from offload.kernels.quantize_rows import QuantizeRows
 from offload.store.layout import align
 
@@ -133,7 +131,7 @@ def halves_bytes(shape: tuple[int, ...], dtype: torch.dtype, int8: bool) -> int:
 def quantised(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 codes [...] and float32 scales [...], one for the last dimension, where numbers are."""
     numbers = numbers.contiguous()
-    with _current(numbers.device):
+    with on_device(numbers.device):
         codes = torch.empty_like(numbers, dtype=torch.int8)
         scales = torch.empty(numbers.shape[:-1], dtype=SCALE, device=numbers.device)
         quantise_into(numbers, codes, scales, current_stream(numbers.device))
@@ -147,7 +145,3 @@ def quantise_into(
     width = numbers.shape[-1]
     if numbers.numel():
         QuantizeRows(numbers, codes.view(-1, width), scales.view(-1)).launch(stream)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)

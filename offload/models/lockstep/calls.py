@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from offload.errors import JobError, UnsupportedError
-from offload.kernels.call import current_stream
+from offload.kernels.call import current_stream, on_device
 from offload.models.hooked import PassOwner
 from offload.models.lockstep.crossing import crossing, stepping
 from offload.models.lockstep.set_aside import GrownTables, LayerCounts, ThreadSettings
@@ -267,9 +266,7 @@ def run_together(
         raise ValueError(f"live must be a positive number of calls or None, got {live!r}")
     if not isinstance(calls, Iterable):
         raise TypeError(f"together() takes a list of functions, got {calls!r}")
-    elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-    on_device = torch.cuda.device(device) if elsewhere else nullcontext()
-    with crossing(owner), owner.lock, stepping(owner), on_device:
+    with crossing(owner), owner.lock, stepping(owner), on_device(device):
         if owner.lockstep is not None:
             raise UnsupportedError(
                 "together() within together() of the same model: give all calls to one of them"

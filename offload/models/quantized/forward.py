@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.errors import UnsupportedError
-from offload.kernels.call import current_stream
+from offload.kernels.call import current_stream, on_device
 from offload.kernels.dequantize import dequantise
 from offload.kernels.int8_linear import Int8Linear, why_not_int8
 from offload.models.hooked import NotCopied
@@ -151,7 +150,7 @@ class _Made:
 
     def fill(self) -> None:
         """Make them, on the current stream of their device."""
-        with _current(self._device):
+        with on_device(self._device):
             stream = self._scratch.stream(self._device)
             for fill in self._fills:
                 fill(stream)
@@ -188,7 +187,7 @@ class QuantisedLookup(QuantisedForward):
         shape = (rows.numel(), weight.placeholder.shape[1])
         if not rows.numel():
             return torch.empty(*input.shape, shape[1], dtype=dtype, device=input.device)
-        with _current(input.device):
+        with on_device(input.device):
             made = dequantise(decoder.form, stored, shape, dtype)
         return made.view(*input.shape, shape[1])
 
@@ -222,7 +221,7 @@ class QuantisedLinear(QuantisedForward):
         stored: dict[str, Any] = weight.by_end(parameters)
         out = input.new_empty(*input.shape[:-1], weight.placeholder.shape[0])
         bias = parameters.get("bias")
-        with _current(input.device):
+        with on_device(input.device):
             Int8Linear(input.contiguous(), decoder.form, stored, out, bias=bias).launch(
                 current_stream(input.device)
             )
@@ -238,9 +237,3 @@ def _pick(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a stored tensor [n, ...] of any dtype."""
     lines = tensor.detach().reshape(tensor.shape[0], -1).view(torch.uint8)
     return lines.index_select(0, rows).view(tensor.dtype)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one, where it is not."""
-    elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-    return torch.cuda.device(device) if elsewhere else nullcontext()

@@ -5,7 +5,6 @@ lie: so a few rows are multiplied with them as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from offload.checkpoint.expressions import Coded, Held
 from offload.errors import UnsupportedError
 from offload.kernels.arrange import Arrange
-from offload.kernels.call import current_stream
+from offload.kernels.call import current_stream, on_device
 from offload.kernels.panels import RENAMED, in_rows, panels_of, scales_in_panels
 from offload.kernels.quant_gemm import why_not_fused
 from offload.models.hooked import NotCopied
@@ -101,8 +100,7 @@ def _rearrange(
     stored = {end: tensor.detach() for end, tensor in old.by_end(parameters).items()}
     form, (n, k), scratch = old.decoder.form, old.decoder.shape, forward.scratch
     device = stored[form.scale_name].device
-    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with current, scratch.taken(device):
+    with on_device(device), scratch.taken(device):
         values = scales_in_panels(form, stored)
         size = new.stored["weight_panels"].shape
         panels = values["weight_panels"] = scratch.view(0, size, torch.uint8, device)
