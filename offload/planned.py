@@ -33,10 +33,11 @@ from offload.scheduler.planner import Planned, plan_job, refusal
 from offload.scheduler.setting import Goal, Job, Setting
 from offload.sizes import format_size
 
-QUICK = (
-    "the rates that this was planned with were measured in a few seconds: `offload info --measure` "
-    "measures this machine at length, once, and keeps what it finds"
+QUICK = "the rates that this was planned with were measured in a few seconds: "
+UNMEASURED = (
+    "`offload info --measure` measures this machine at length, once, and keeps what it finds"
 )
+LACKING = "those that `offload info --measure` kept lack "
 # Bytes of the GPU that no tensor of the model takes: workspaces of cuBLAS (32 MiB on Hopper) for
 # the streams that compute, capture graphs and measure products, and of cuBLASLt; and rounding by
 # the allocator for up to 30 tensors that come and go.
@@ -157,7 +158,12 @@ def _hardware(
             with contextlib.suppress(AioError, OSError):  # then it is as good a guess as any
                 kept = replace(kept, disk=quick_disk(files, home))  # weights are on another one
         return kept, ()
-    return quick_hardware(config.compute, dtype, tuple(files), home), (QUICK,)
+    if kept is None:
+        why = UNMEASURED
+    else:
+        name = dtype_name(dtype)
+        why = LACKING + ("the link's rate" if kept.multiplies(name) else f"products in {name}")
+    return quick_hardware(config.compute, dtype, tuple(files), home), (QUICK + why,)
 
 
 def _engine(

@@ -197,10 +197,22 @@ def test_a_machine_that_was_not_measured_is_measured_in_seconds_and_the_report_s
         assert asked == [] and "`offload info --measure`" not in str(model.offload.report())
     rates_file(None, CPU).unlink()
     with run(variant_folder("llama"), goal="latency") as model:
-        assert "`offload info --measure`" in str(model.offload.report())
+        assert "`offload info --measure` measures" in str(model.offload.report())
     ((device, dtype, files, _),) = asked
     assert (device, dtype) == (CPU, torch.float32)
     assert files and all(file.endswith(".safetensors") for file in files)
+
+
+def test_kept_rates_without_the_models_dtype(
+    variant_folder: Callable[[str], Path], hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told to measure what was measured."""
+    halves = replace(hardware, matrix={"bfloat16": hardware.matrix["float32"]})
+    rates_file(None, CPU).write_text(json.dumps(halves.as_dict()))
+    monkeypatch.setattr(planned, "quick_hardware", lambda *_: hardware)
+    with run(variant_folder("llama"), goal="latency") as model:
+        (note,) = model.offload.report().notes
+    assert "those that `offload info --measure` kept lack products in float32" in note
 
 
 def test_rates_that_were_kept_in_the_offload_folder(
