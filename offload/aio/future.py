@@ -75,7 +75,9 @@ class IOFuture:
 
     def error(self) -> AioError | CancelledError | None:
         """The error of a request that has ended, or None if it succeeded."""
-        outcome = self._outcome
+        outcome, ticket = self._outcome, self._ticket
+        if outcome is None and ticket is not None and ticket.done():
+            outcome = ticket.outcome()  # Ctrl-C kept the handle from telling it
         if outcome is None or outcome.kind == "ok":
             return None
         if outcome.kind == "cancelled":

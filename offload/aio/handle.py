@@ -178,7 +178,7 @@ class AioHandle:
                 future._begun(
                     self._engine.submit(token, write, files, span.address, offset, span.nbytes)
                 )
-            except BaseException:
+            except Exception:  # not Ctrl-C: the engine may be at work on the request by then
                 self._pending.pop(token, None)
                 raise
         return future

@@ -63,7 +63,9 @@ class NativeEngine:
 
     def poll(self) -> None:
         for token in self._engine.collect_ended():
-            self._on_done(token, self._tickets.pop(token))
+            ticket = self._tickets.pop(token, None)
+            if ticket is not None:  # else Ctrl-C came as it was begun, and nobody waits for it
+                self._on_done(token, ticket)
 
     def owns_this_thread(self) -> bool:
         return False
