@@ -61,7 +61,8 @@ class AioHandle:
         overlap_events: bool = True,
         intra_op_parallelism: int = 1,
     ) -> None:
-        self._closed = True  # until the engine is there
+        self._closed = self._over = True  # until the engine is there
+        self._closing = threading.Lock()  # held by the thread that ends the engine
         _check("block_size", block_size, 4096, _LARGEST_BLOCK)
         _check("queue_depth", queue_depth, 1, 4096)
         _check("intra_op_parallelism", intra_op_parallelism, 1, 64)
@@ -90,7 +91,7 @@ class AioHandle:
 
         self._engine, self._tried = backends.select(backend, self._shape, on_done)
         self.backend = self._engine.name
-        self._closed = False
+        self._closed = self._over = False
         _handles.add(self)
 
     def pread(
@@ -309,9 +310,15 @@ class AioHandle:
         return sum(future.cancel() for future in pending)
 
     def close(self) -> None:
-        """Take no more requests, wait for those under way, and end the engine."""
-        if self._closed or os.getpid() != self._pid:
+        """Take no more requests, wait for those under way, and end the engine; safe to call twice,
+        and to call again where Ctrl-C broke it off.
+        """
+        if self._over or os.getpid() != self._pid:
             return
+        with self._closing:
+            self._end()
+
+    def _end(self) -> None:
         with self._lock:
             self._closed = True
             pending = list(self._pending.values())
@@ -325,11 +332,12 @@ class AioHandle:
         self._engine.close()
         with self._lock:
             self._engine.poll()
+        self._over = True
         _handles.discard(self)
 
     def _shut_down(self) -> None:
         """Nobody will look at the results: drop reads, finish writes."""
-        if self._closed or os.getpid() != self._pid:
+        if self._over or os.getpid() != self._pid:
             return
         for future in list(self._pending.values()):
             if not future.write:
@@ -358,7 +366,7 @@ class AioHandle:
             self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True):
+        if getattr(self, "_over", True):
             return
         if self._owns_this_thread():  # the garbage collector runs in any thread
             threading.Thread(target=self._shut_down, name="offload-aio-close").start()

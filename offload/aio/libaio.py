@@ -150,12 +150,16 @@ class _Queue:
             raise AioError(errno.EAGAIN, f"no I/O thread: {error}") from None
 
     def wake(self) -> None:
-        os.eventfd_write(self._wakeup, 1)
+        if self._wakeup >= 0:
+            os.eventfd_write(self._wakeup, 1)
 
     def join(self) -> None:
         """Wait for the thread, which ends once the lane is closed and empty."""
         self._thread.join()
-        os.close(self._wakeup)  # not by the thread: who wakes it may come when it has ended
+        # Not by the thread: who wakes it may come when it has ended.
+        wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
 
     def owns_this_thread(self) -> bool:
         return threading.current_thread() is self._thread

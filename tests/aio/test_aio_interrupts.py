@@ -3,6 +3,8 @@ that failed is never taken for one that went well, and the handle goes on.
 """
 
 import gc
+import os
+import time
 import weakref
 
 import pytest
@@ -78,3 +80,28 @@ def test_a_failed_read_is_never_a_success(data_file, content, monkeypatch):
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_close_that_was_broken_off_goes_on(each_engine, data_file, monkeypatch):
+    gc.collect()
+    threads, files = (set(os.listdir(f"/proc/self/{x}")) for x in ("task", "fd"))
+    handle = aio.AioHandle(4096, 4, each_engine)
+    handle.async_pread(bytearray(100_000), data_file)
+    _interrupted_once(monkeypatch, handle._engine, "close")
+    with pytest.raises(KeyboardInterrupt):
+        handle.close()
+    with pytest.raises(aio.AioClosedError):
+        handle.pread(bytearray(1), data_file)
+    handle.close()
+    # In the middle of it, and by nobody but the collector.
+    other = aio.AioHandle(4096, 4, each_engine)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(other._engine, "close", _interrupt)
+        other.close()
+    del other
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while set(os.listdir("/proc/self/task")) - threads:  # one that was joined is still ending
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(set(os.listdir("/proc/self/fd")) - files) <= 1  # the listing's own
