@@ -23,11 +23,9 @@ SPIN_US = 50
 # leave 0.96, 10 read 76, 14 read 84 and leave 0.92.
 BESIDE = ((1, 0.7), (2, 0.85))
 WIDE = ("avx512", "avx512_bf16", "amx")  # paths whose arithmetic is that cheap
-# Groups of so many queries go through tiles where there are any. Up to eight over bf16 go in blocks
-# that memory binds, as one query: there 10 threads read 79 GB/s (a plain read 87) and leave 0.95 of
-# the stream, 12 read 88 and leave 0.91, 14 read 92 and leave 0.90.
+# Groups of so many queries go through tiles where there are any, and memory binds: there, of eight
+# queries a head, 12 threads read 91 GB/s of bf16 (a plain read 103) and leave 0.89 of the stream.
 TILES_FROM, BESIDE_TILES = 4, 0.85
-BLOCKS_TO, BESIDE_BLOCKS = 8, 0.7
 
 
 class HostPool:
@@ -68,8 +66,7 @@ class HostPool:
         """
         path = self._library.paths()[-1]
         if path == "amx" and group >= TILES_FROM and dtype in (torch.bfloat16, torch.int8):
-            blocks = group <= BLOCKS_TO and dtype == torch.bfloat16
-            return math.ceil((BESIDE_BLOCKS if blocks else BESIDE_TILES) * self.threads)
+            return math.ceil(BESIDE_TILES * self.threads)
         if path in WIDE:
             work = group * 2 / dtype.itemsize
             for most, share in BESIDE:
