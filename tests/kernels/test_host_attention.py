@@ -543,7 +543,9 @@ def test_threads_beside_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     for group, dtype, threads in (
         (1, bf16, 10),
         (3, bf16, 14),
-        (4, bf16, 12),
+        (4, bf16, 11),
+        (8, bf16, 11),
+        (9, bf16, 12),
         (8, torch.int8, 12),
         (8, torch.float16, 14),
     ):
