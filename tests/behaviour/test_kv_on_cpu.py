@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -528,6 +529,27 @@ def test_two_threads_do_not_get_the_same_block() -> None:
     mine = home.borrow(80, 1)
     got[0].join()
     assert mine._buffer is not got[1]._buffer
+
+
+def test_two_threads_do_not_get_the_same_room() -> None:
+    """Room on the compute device, of which there is some for three sequences."""
+    home = HostKv(3, 64, HostCopies(), False)
+    got: list[Any] = []
+
+    class Slow(weakref.WeakSet):
+        """Another thread asks in the middle of counting what is taken."""
+
+        def __iter__(self) -> Iterator[Any]:
+            if not got:
+                got.append(threading.Thread(target=lambda: got.append(home.share(2))))
+                got[0].start()
+                got[0].join(0.2)
+            return super().__iter__()
+
+    home._shares = Slow()
+    mine = home.share(2)
+    got[0].join()
+    assert (mine.rows, got[1].rows) == (2, 1)
 
 
 def test_a_pool_that_is_closed_takes_nothing_back() -> None:

@@ -52,9 +52,10 @@ class HostKv:
 
     def share(self, batch: int) -> GpuShare:
         """Room on the compute device for a cache's first sequences, for as long as it is held."""
-        room = self.gpu_sequences - sum(share.rows for share in self._shares)
-        share = GpuShare(batch, min(batch, max(0, room)))
-        self._shares.add(share)
+        with self._taking:
+            room = self.gpu_sequences - sum(share.rows for share in self._shares)
+            share = GpuShare(batch, min(batch, max(0, room)))
+            self._shares.add(share)
         return share
 
     def borrow(self, nbytes: int, rows: int) -> HostBlock:
