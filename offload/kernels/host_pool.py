@@ -23,10 +23,10 @@ SPIN_US = 50
 # leave 0.96, 10 read 76, 14 read 84 and leave 0.92.
 BESIDE = ((1, 0.7), (2, 0.85))
 WIDE = ("avx512", "avx512_bf16", "amx")  # paths whose arithmetic is that cheap
-# Groups of so many queries go through tiles where there are any. Up to eight over bf16 go in blocks,
-# whose arithmetic adds to what memory takes: on average of six runs 10 threads read 75 GB/s and leave
-# 0.95 of the stream, 11 read 79 and leave 0.94, 12 read 83 and leave 0.91, 14 read 92 and leave
-# 0.89. A whole model waited for its cores where 10 attended.
+# Groups of so many queries go through tiles where there are any. Up to eight over bf16 go in
+# blocks, whose arithmetic adds to what memory takes: on average of six runs 10 threads read 75 GB/s
+# and leave 0.95 of the stream, 11 read 79 and leave 0.94, 12 read 83 and leave 0.91, 14 read 92 and
+# leave 0.89. A whole model waited for its cores where 10 attended.
 TILES_FROM, BESIDE_TILES = 4, 0.85
 BLOCKS_TO, BESIDE_BLOCKS = 8, 0.75
 
