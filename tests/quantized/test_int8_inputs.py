@@ -10,6 +10,7 @@ from typing import Any
 import folders
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import offload
 from offload.kernels.int8_linear import Int8Linear
@@ -110,6 +111,22 @@ def test_the_option_is_published_and_read(source: Source, tmp_path: Path) -> Non
     assert (config["format"], group["weights"]["strategy"]) == ("int-quantized", "channel")
     inputs = group["input_activations"]
     assert (inputs["num_bits"], inputs["dynamic"], inputs["strategy"]) == (8, True, "token")
+
+
+def test_an_order_of_columns_that_is_none_changes_nothing(source: Source, tmp_path: Path) -> None:
+    """Some writers store weight_g_idx, all zero, where no columns are reordered."""
+    out = folders.pack(source("llama"), tmp_path / "out", "w8a8")
+    with offload.run(out, device_map="cpu", device="cpu") as model:
+        want = folders.logits(model)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        ends = {n: t for n, t in tensors.items() if t.dtype == torch.int8}
+        orders = {f"{n}_g_idx": torch.zeros(t.shape[1], dtype=torch.int32) for n, t in ends.items()}
+        save_file(tensors | orders, file, {"format": "pt"})
+    (out / "model.safetensors.index.json").unlink()
+    with offload.run(out, device_map="cpu", device="cpu") as model:
+        assert "in int8" in str(model.offload.report())
+        assert torch.equal(folders.logits(model), want)
 
 
 def test_nothing_is_made_room_for(source: Source, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -186,5 +187,5 @@ def _with_order(
         index = extents[end].read().long()
         columns = torch.arange(shape[1]) // (form.block[1] or shape[1])
         ordered = not torch.equal(index, columns)
-        return WeightFormat(form.kind, form.layout, form.block, form.zero_points, ordered)
+        return replace(form, act_order=ordered)
     return form
