@@ -62,7 +62,7 @@ class AioHandle:
         intra_op_parallelism: int = 1,
     ) -> None:
         self._closed = self._over = True  # until the engine is there
-        self._closing = threading.Lock()  # held by the thread that ends the engine
+        self._closing = threading.RLock()  # held by the thread that ends the engine
         _check("block_size", block_size, 4096, _LARGEST_BLOCK)
         _check("queue_depth", queue_depth, 1, 4096)
         _check("intra_op_parallelism", intra_op_parallelism, 1, 64)
