@@ -340,6 +340,51 @@ def handles() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+class BehindDevice(HostDevice):
+    """Copies may still run when they were issued: until somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> None:
+        super().copy(target, source, after)
+        self.running += 1
+
+    def synchronize(self, point: Any) -> None:
+        self.running = 0
+
+
+@pytest.mark.parametrize("tiers", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_memory_is_given_back_behind_the_copies_from_it(
+    layers: list[Layer], make: Made, tiers: list[Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = BehindDevice()
+    store = make(layers, tiers, device)
+    store.open()
+    store.wait_loaded()
+    for i, tier in enumerate(tiers):
+        if tier is not DEVICE:
+            load(store, i, 0)
+    given_back: list[int] = []
+    close = aio.AlignedBuffer.close
+
+    def closed(self: aio.AlignedBuffer) -> None:
+        given_back.append(device.running)
+        close(self)
+
+    monkeypatch.setattr(aio.AlignedBuffer, "close", closed)
+    end = store._disk._reader.close
+
+    def delivered() -> None:  # a last copy out of the ring
+        end()
+        device.running += 1
+
+    monkeypatch.setattr(store._disk._reader, "close", delivered)
+    device.running = 1
+    store.close()
+    assert given_back and not any(given_back)
+
+
 @pytest.mark.parametrize("tiers", PLACEMENTS.values(), ids=PLACEMENTS.keys())
 def test_close_ends_threads_and_files(layers: list[Layer], make: Made, tiers: list[Tier]) -> None:
     def once() -> None:

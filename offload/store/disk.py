@@ -110,6 +110,7 @@ class Disk:
             return
         self._closed = True
         self._reader.close()
+        self._device.synchronize(self._device.copied())  # out of the ring
         self._handle.close()
         for file in self._files.values():
             file.close()

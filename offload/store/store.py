@@ -194,8 +194,9 @@ class WeightStore:
         if self._closed:
             return
         self._closed = True
+        # Memory is given back behind the copies from it: CUDA does not promise to wait for them.
+        self._device.synchronize(self._device.copied())
         self._host.close()
         self._disk.close()
-        self._device.synchronize(self._device.copied())
         self.slots.clear()
         self._targets.clear()
