@@ -56,15 +56,15 @@ def build_model(
             f"attn_implementation must be a name such as 'sdpa', got {attn_implementation!r}"
         )
     folder = checkpoint.folder
-    with _blamed_on(folder / "config.json"):
+    with blamed_on(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    cls = _resolve_class(config, folder, model_class, trust_remote_code)
+        cls = _resolve_class(config, folder, model_class, trust_remote_code)
     options: dict[str, Any] = {}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     state = lazy_state(checkpoint, _dtype(config, dtype))
     _forget_quantization(config)  # loading should see the weights that are stood for
-    with _LOADING, _quiet_loading(), _blamed_on(folder / "config.json"):
+    with _LOADING, _quiet_loading(), blamed_on(folder / "config.json"):
         loaded: Any = _guarded(cls, folder).from_pretrained(
             None,
             config=config,
@@ -81,7 +81,7 @@ def build_model(
     generation = folder / "generation_config.json"
     if model.can_generate() and generation.is_file():
         read_json(generation)
-        with _blamed_on(generation):
+        with blamed_on(generation):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
@@ -227,17 +227,25 @@ def _found_by_tie(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
     )
 
 
+# Which say themselves what is wrong, or have nothing to do with what stands in a file.
+_OF_OTHER_CAUSES = (
+    *(OffloadError, OSError, ImportError, ValueError, NotImplementedError),
+    *(MemoryError, torch.OutOfMemoryError),
+)
+
+
 @contextmanager
-def _blamed_on(file: Path) -> Iterator[None]:
+def blamed_on(file: Path) -> Iterator[None]:
     """Errors that name neither file nor value, such as KeyError('nosuch'), as one that does."""
     try:
         yield
-    except (OffloadError, OSError, ImportError, RuntimeError, ValueError, MemoryError):
+    except _OF_OTHER_CAUSES:
         raise
     except Exception as error:
+        said, _, _ = str(error).partition("Exception raised from ")  # torch's stack in C++
         raise CheckpointError(
             f"{file}: transformers {transformers.__version__} cannot use this "
-            f"({type(error).__name__}: {' '.join(str(error).split())})"
+            f"({type(error).__name__}: {' '.join(said.split())})"
         ) from error
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, UnsupportedError
+from offload.models.build import blamed_on
 from offload.models.limits import positions
 from offload.models.modules import find_layers, shared_parameters
 from offload.models.parts import Part
@@ -115,7 +116,7 @@ def folder_profile(folder: Path, dtype: torch.dtype | None = None) -> ModelProfi
         raise CheckpointError(f"{folder} is no checkpoint folder: it has no config.json")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except Exception as error:  # what its checks raise is of many kinds
         why = " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'} describes no model: {why}") from error
     if getattr(config, "quantization_config", None):
@@ -126,7 +127,8 @@ def folder_profile(folder: Path, dtype: torch.dtype | None = None) -> ModelProfi
     if dtype is None and config.dtype is None:
         held = [extent.dtype for extent in open_checkpoint(folder).tensors.values()]
         dtype = next((d for d in held if d in _NATIVE), None)
-    return config_profile(config, str(folder), dtype)
+    with blamed_on(folder / "config.json"):
+        return config_profile(config, str(folder), dtype)
 
 
 def _fused_blocks(model: PreTrainedModel) -> tuple[float, str]:

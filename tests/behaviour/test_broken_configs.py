@@ -23,6 +23,10 @@ Folder = Callable[[str], Path]
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"dtype": "float99"}, "float99"),
         ({"architectures": ["BertModel"]}, "type_vocab_size"),
+        ({"architectures": 3}, "'int' object is not iterable"),
+        ({"vocab_size": -5}, r"negative dimension -5: \[-5, 32\]\)$"),
+        ({"vocab_size": 1 << 61}, r"calculation overflowed with sizes=\[\d+, 32\]\)$"),
+        ({"attention_bias": "x"}, "field 'attention_bias'"),
     ],
 )
 def test_config(

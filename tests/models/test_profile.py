@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,4 +94,22 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="is quantised; a plan needs"):
+        folder_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"attention_bias": "x"}, "describes no model: .*field 'attention_bias'"),
+        ({"architectures": 3}, r"cannot use this \(TypeError: 'int' object is not iterable"),
+        ({"vocab_size": -5}, r"cannot use this \(RuntimeError: .* negative dimension -5"),
+    ],
+)
+def test_a_config_of_which_transformers_makes_nothing(
+    tmp_path: Path, entries: dict[str, Any], words: str
+) -> None:
+    shape_config("tiny", torch.float16).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    with pytest.raises(CheckpointError, match=rf"config\.json.* {words}"):
         folder_profile(tmp_path)
