@@ -25,7 +25,12 @@ from .request import refuse_misaligned
 from .span import Span, span_of
 from .stream import Stream
 
-_LARGEST_BLOCK = 1 << 30  # one system call moves less than 2 GiB
+# Of the numbers that `AioHandle` takes. One system call moves less than 2 GiB.
+LIMITS = {
+    "block_size": (4096, 1 << 30),
+    "queue_depth": (1, 4096),
+    "intra_op_parallelism": (1, 64),
+}
 _tokens = itertools.count(1)
 _handles: weakref.WeakSet[AioHandle] = weakref.WeakSet()
 
@@ -63,9 +68,9 @@ class AioHandle:
     ) -> None:
         self._closed = self._over = True  # until the engine is there
         self._closing = threading.RLock()  # held by the thread that ends the engine
-        _check("block_size", block_size, 4096, _LARGEST_BLOCK)
-        _check("queue_depth", queue_depth, 1, 4096)
-        _check("intra_op_parallelism", intra_op_parallelism, 1, 64)
+        _check("block_size", block_size)
+        _check("queue_depth", queue_depth)
+        _check("intra_op_parallelism", intra_op_parallelism)
         self._shape = Shape(
             block_size, queue_depth, intra_op_parallelism, bool(single_submit), bool(overlap_events)
         )
@@ -378,8 +383,15 @@ class AioHandle:
         return f"AioHandle({getattr(self, 'backend', None)}, {shape})"
 
 
-def _check(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def within_limits(name: str, value: Any) -> bool:
+    """Whether `AioHandle` takes the value for the argument of this name."""
+    low, high = LIMITS[name]
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check(name: str, value: int) -> None:
+    low, high = LIMITS[name]
+    if not within_limits(name, value):
         raise ValueError(f"{name} must be an integer from {low} to {high}, not {value!r}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.home import expanded, home_folder
 
-_NAMES = ("block_size", "queue_depth", "intra_op_parallelism", "backend")
+from .handle import LIMITS, within_limits
 
 
 def cache_path() -> str:
@@ -48,12 +48,11 @@ def tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     if not isinstance(entry, dict):
         return {}
-    # A file that somebody has edited must not stop a run: what AioHandle would refuse is left.
-    return {
-        name: value
-        for name in _NAMES
-        if isinstance(value := entry.get(name), str if name == "backend" else int)
-    }
+    # A file that somebody has edited must not stop a run: what AioHandle would refuse is left out.
+    found = {name: entry[name] for name in LIMITS if within_limits(name, entry.get(name))}
+    if isinstance(entry.get("backend"), str):
+        found["backend"] = entry["backend"]
+    return found
 
 
 def remember(path: str | os.PathLike[str], settings: dict[str, Any], gbps: float) -> str:

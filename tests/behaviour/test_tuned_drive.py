@@ -23,6 +23,8 @@ Folder = Callable[[str], Path]
         ({"block_size": 8192, "queue_depth": 3, "backend": "threads"}, "threads"),
         ({"backend": "no such backend"}, None),
         ({"block_size": "eight", "queue_depth": None}, None),
+        ({"block_size": -5, "queue_depth": 0, "intra_op_parallelism": 65}, None),
+        ({"block_size": True, "queue_depth": 1 << 20}, None),
     ],
 )
 def test_settings_of_the_drive(
@@ -40,6 +42,6 @@ def test_settings_of_the_drive(
         with offload.run(folder, device_map="nvme") as model:
             assert torch.equal(model(**inputs).logits, want)
             report = model.offload.report()
-    assert report.plan.chunks == (kept.get("queue_depth") or 8)
+    assert report.plan.chunks == (3 if kept.get("queue_depth") == 3 else 8)
     if backend is not None and "compiled extension" not in str(report.io):
         assert report.io["selected"] == backend
