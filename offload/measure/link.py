@@ -24,13 +24,13 @@ class LinkRates:
 class Copies:
     """Copies between pinned memory and the device in one direction, on a stream of their own."""
 
-    def __init__(self, device: torch.device, *, up: bool, nbytes: int = COPY_BYTES) -> None:
-        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, *, up: bool) -> None:
+        host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
         self._target, self._source = (there, host) if up else (host, there)
         self._stream = torch.cuda.Stream(device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.nbytes, self._count = nbytes, 0
+        self.nbytes, self._count = COPY_BYTES, 0
 
     def issue(self, count: int) -> None:
         """Enqueue so many, timed."""

@@ -11,9 +11,10 @@ import torch
 
 from offload import aio
 from offload.device import ComputeDevice
+from offload.measure.link import COPY_BYTES
 from offload.scheduler.cost import Rates
 
-COPY_BYTES = 256 << 20  # of one copy: long enough that a link shows its full rate
+LINK_ROUNDS = 5
 DISK_BYTES = 512 << 20  # read at most
 BLOCK = 8 << 20
 DEPTH = 16
@@ -31,8 +32,8 @@ def measure_rates(device: ComputeDevice, files: Sequence[str], *, small: bool = 
     )
 
 
-def measure_link(device: ComputeDevice, nbytes: int = COPY_BYTES, rounds: int = 5) -> float:
-    """Bytes per second of pinned copies of `nbytes` to the device: the median of `rounds`.
+def measure_link(device: ComputeDevice, nbytes: int = COPY_BYTES) -> float:
+    """Bytes per second of pinned copies of `nbytes` to the device: the median of some rounds.
 
     A round is four copies one after the other, so that its start and end weigh little.
     """
@@ -42,7 +43,7 @@ def measure_link(device: ComputeDevice, nbytes: int = COPY_BYTES, rounds: int = 
         source = buffer.tensor()
         target = device.allocate(nbytes)
         seconds = []
-        for _ in range(rounds + 1):
+        for _ in range(LINK_ROUNDS + 1):
             device.synchronize(device.copied())
             start = time.perf_counter()
             for _ in range(copies):
