@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,21 +47,14 @@ def tensor_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     return shapes
 
 
-def random_model(
-    config: PreTrainedConfig, maker: torch.device, attn_implementation: str | None = None
-) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, maker: torch.device) -> PreTrainedModel:
     """The model with a `LazyTensor` for every weight, as `offload_built` takes it."""
     dtype = _dtype(config)
     state = {
         name: LazyTensor(_promise(name, shape, dtype, maker))
         for name, shape in tensor_shapes(config).items()
     }
-    options: dict[str, Any] = {}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    model = model_class(config).from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, **options
-    )
+    model = model_class(config).from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     model.name_or_path = "with random weights"
     return model
 
