@@ -7,7 +7,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from offload.bench.table import format_table, number
 from offload.device import ComputeDevice
 from offload.kernels.host_attention import HostAttention
 from offload.kernels.host_library import host_library
-from offload.kernels.host_pool import HostPool
+from offload.kernels.host_pool import TILES_FROM, HostPool
 from offload.kernels.scores import Scores
 
 # More than the last-level cache, so that all is read from memory each time.
@@ -69,6 +69,7 @@ class Measured:
     seconds: float  # of one call
     attention: float
     read: float  # the same bytes by the same threads, added up
+    multiplied: float | None = None  # that, with as many products of vectors as attention makes
     threads: int = 0
     stream: float | None = None  # copies to the device: alone, and beside the other two
     stream_beside_attention: float | None = None
@@ -111,7 +112,7 @@ class HostAttentionResult:
 
     def __str__(self) -> str:
         head: tuple[str, ...] = ("shape", "KV", "prefetch", "threads", "ms", "GB/s", "read GB/s")
-        head += ("of read",)
+        head += ("of read", "with products", "of that")
         streamed = any(row.stream for row in self.rows)
         if streamed:
             head += ("stream", "beside it", "beside read")
@@ -126,6 +127,8 @@ class HostAttentionResult:
                 number(row.attention, 1e9),
                 number(row.read, 1e9),
                 f"{row.attention / row.read:.3f}",
+                number(row.multiplied, 1e9) if row.multiplied else "",
+                f"{row.attention / row.multiplied:.3f}" if row.multiplied else "",
             )
             rates = (row.stream, row.stream_beside_attention, row.stream_beside_read)
             table.append(cells + tuple(number(x, 1e9) for x in rates) if streamed else cells)
@@ -167,26 +170,45 @@ def measure_host_attention(
                     options |= {"prefetch": to, "prefetch_distance": distance}
                     calls = _calls(shape, caches, options)
                     reads = _calls(shape, caches, {**options, "read_only": True})
+                    kinds = {"attention": calls, "read": reads}
+                    if products := vector_products(shape, dtype, result.path):
+                        more = {"read_only": True, "products": products}
+                        kinds["multiplied"] = _calls(shape, caches, {**options, **more})
                     name = f"{to} {distance}" if distance else to
-                    row = _measure(calls, reads, stream, Measured(shape.name, dtype, name, 0, 0, 0))
+                    row = _measure(kinds, stream, Measured(shape.name, dtype, name, 0, 0, 0))
                     result.rows.append(row)
                     say(f"{row.shape} {dtype} {name}: {row.attention / row.read:.3f} of read")
-                del caches, calls, reads
+                del caches, calls, reads, kinds
                 buffer.close()
     return result
 
 
+def vector_products(shape: Shape, dtype: str, path: str) -> int:
+    """How many products of vectors a group's queries take for each 64 bytes of 16-bit keys and
+    values, on average of both: for values two a query, for keys two, one by products of pairs, none
+    by tiles. 0: they are not AVX-512's.
+    """
+    if dtype == "int8" or path not in ("avx512", "avx512_bf16", "amx"):
+        return 0
+    group = shape.heads // shape.kv_heads
+    of_key = 2 if dtype == "fp16" or path == "avx512" else 1
+    if path == "amx" and dtype == "bf16" and group >= TILES_FROM:
+        of_key = 0
+    return max(1, (of_key + 2) * group // 2)
+
+
 def _measure(
-    calls: list[HostAttention], reads: list[HostAttention], stream: Stream | None, row: Measured
+    kinds: Mapping[str, list[HostAttention]], stream: Stream | None, row: Measured
 ) -> Measured:
-    found: dict[str, list[float]] = {"attention": [], "read": []}
-    streamed: dict[str, list[float]] = {"attention": [], "read": []}
+    calls = kinds["attention"]
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    streamed: dict[str, list[float]] = {kind: [] for kind in kinds}
     if stream is not None:
         with stream.measured() as rate:
             time.sleep(0.5)
         row.stream = rate()
     for turn in range(ROUNDS + 1):
-        for kind, some in (("attention", calls), ("read", reads)):
+        for kind, some in kinds.items():
             with stream.measured() if stream else contextlib.nullcontext(lambda: 0.0) as rate:
                 start = time.perf_counter()
                 passes, seconds = 0, 0.0
@@ -200,7 +222,8 @@ def _measure(
                 found[kind].append(seconds)
                 streamed[kind].append(rate())
     nbytes = sum(call.bytes_read for call in calls)
-    row.attention, row.read = (nbytes / statistics.median(found[k]) for k in ("attention", "read"))
+    for kind, times in found.items():
+        setattr(row, kind, nbytes / statistics.median(times))
     row.seconds = statistics.median(found["attention"]) / len(calls)
     row.threads = calls[0].threads
     if stream is not None:

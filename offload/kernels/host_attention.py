@@ -59,8 +59,9 @@ class HostAttention:
 
     `path`, one of host_library.PATHS, forces the instructions; `chunk` the columns of a piece,
     `prefetch` and `prefetch_distance` (bytes) what is asked for ahead, for measurements; so is
-    `read_only`: nothing is computed, `checksum` is the sum of all 8-byte words of the keys and
-    values that would be read.
+    `read_only`: nothing is attended to, `checksum` is the sum of all 8-byte words of the keys and
+    values that would be read, and for each 64 bytes so many `products` of vectors are made, of
+    nothing: what arithmetic costs beside reading.
 
     Raises ValueError or TypeError for arguments that do not fit; `start` raises KernelError for a
     length beyond its sequence's capacity, or while the call is still running.
@@ -87,6 +88,7 @@ class HostAttention:
         prefetch: str = "auto",
         prefetch_distance: int = 0,
         read_only: bool = False,
+        products: int = 0,
     ) -> None:
         self._tensors = HostTensors(
             query=query,
@@ -102,6 +104,8 @@ class HostAttention:
             new_value=new_value,
         )
         _check_how(path, chunk, prefetch, prefetch_distance)
+        if products and not read_only:
+            raise ValueError(f"{OP}: products={products} go with read_only alone")
         self._lock = threading.Lock()
         self._library: HostLibrary | None = None
         self._reference_seconds = 0.0
@@ -123,6 +127,7 @@ class HostAttention:
         self.arguments.prefetch_distance = prefetch_distance
         self.arguments.threads = self.threads
         self.arguments.read_only = read_only
+        self.arguments.products = products
         self._job = self._library.job_create()
         # A call that is dropped while it runs keeps its tensors until it is done.
         kept = (self.pool, self._tensors, self.arguments)

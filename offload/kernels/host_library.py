@@ -26,7 +26,7 @@ import torch
 from offload.kernels.library import KernelError
 
 FILE = Path(__file__).with_name("_host_kernels.so")
-ABI = 3
+ABI = 4
 
 QUERY_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_DTYPES = {**QUERY_DTYPES, torch.int8: 3}
@@ -74,6 +74,7 @@ class HostAttentionStruct(Structure):
         ("prefetch_distance", c_int32),
         ("threads", c_int32),
         ("read_only", c_int32),
+        ("products", c_int32),
     )
 
 

@@ -428,6 +428,23 @@ def test_read_only_adds_up_what_is_seen(path: str, head_dim: int, cache_dtype: t
         assert out.isnan().all()
         assert (call.checksum, call.bytes_read) == (words % 2**64, nbytes)
         assert 0 < call.seconds < 60
+    options = {"pool": pool(), "path": path, "read_only": True, "chunk": 1000}
+    more = HostAttention(**scored(a), out=out, **options, products=11)  # changes nothing
+    more.launch()
+    assert (more.checksum, more.bytes_read) == (words % 2**64, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "path", "group", "products"),
+    [
+        ("bf16", "amx", 8, 8), ("bf16", "amx", 1, 1), ("fp16", "amx", 8, 16),
+        ("bf16", "avx512_bf16", 8, 12), ("bf16", "avx512", 1, 2), ("int8", "amx", 8, 0),
+        ("bf16", "avx2", 8, 0),
+    ],
+)  # fmt: skip
+def test_products_that_a_group_takes(dtype: str, path: str, group: int, products: int) -> None:
+    shape = bench.Shape("any", 2 * group, 2, 128, 1, 64)
+    assert bench.vector_products(shape, dtype, path) == products
 
 
 def test_one_tensor_for_all_sequences() -> None:
@@ -713,7 +730,9 @@ def test_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_compares_what_leaves_the_stream_its_rate() -> None:
     """The fastest of the numbers of threads that do, of attention and of the read apart."""
     rows = [
-        bench.Measured("a", "bf16", "auto", 1, attention, read, threads, 50e9, 50e9 * of_it, beside)
+        bench.Measured(
+            "a", "bf16", "auto", 1, attention, read, None, threads, 50e9, 50e9 * of_it, beside
+        )
         for threads, attention, read, of_it, beside in (
             (8, 60e9, 80e9, 0.97, 48e9),
             (10, 70e9, 90e9, 0.95, 46e9),
@@ -748,6 +767,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window": -1}, "window must be 0"),
     "softcap": ({"softcap": math.inf}, "softcap must be 0"),
     "path": ({"path": "sse"}, "path must be one of auto, portable"),
+    "products": ({"products": 8}, "products=8 go with read_only alone"),
     "prefetch": ({"prefetch": "l4"}, "prefetch must be one of auto, none"),
 }
 

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define OFFLOAD_HOST_ABI 3
+#define OFFLOAD_HOST_ABI 4
 
 enum OffloadHostDtype {
     OFFLOAD_HOST_F32 = 0,
@@ -78,6 +78,7 @@ typedef struct {
     int32_t prefetch_distance;  // bytes; 0: the library's choice
     int32_t threads;            // of the pool's, its last ones, at most; 0: all
     int32_t read_only;          // 1: only add up the words of what would be read (see checksum)
+    int32_t products;           // of vectors, that read_only makes for every 64 bytes, of nothing
 } OffloadHostAttention;
 
 typedef struct OffloadHostPool OffloadHostPool;

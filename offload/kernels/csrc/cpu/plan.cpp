@@ -47,6 +47,7 @@ int check_shapes(const OffloadHostAttention& c) {
         return refuse("softcap must be 0 (none) or more, not %g", double(c.softcap));
     if (c.chunk < 0) return refuse("chunk must be 0 (chosen) or more, not %d", c.chunk);
     if (c.threads < 0) return refuse("threads must be 0 (all) or more, not %d", c.threads);
+    if (c.products < 0) return refuse("products must be 0 (none) or more, not %d", c.products);
     if (c.prefetch >= OFFLOAD_HOST_PREFETCHES)
         return refuse("prefetch must be below %d, not %d", OFFLOAD_HOST_PREFETCHES, c.prefetch);
     if (c.prefetch_distance < 0)
