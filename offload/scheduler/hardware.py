@@ -125,10 +125,18 @@ class Hardware:
         """Bytes of weights that products of so many rows read per second where they are `kept` in
         that dtype or precision; None where it was not measured, or for as many rows.
         """
-        curve = self.few_rows.get(kept) or self.few_rows.get(_ALIKE.get(kept, ""), ())
+        curve = self._few_rows(kept)
         if not curve or rows > curve[-1][0]:
             return None
         return _between(curve, max(rows, curve[0][0]))
+
+    def most_few_rows(self, kept: str) -> int:
+        """The most rows for which `few_rows_rate` knows a rate; 0 where it knows none."""
+        curve = self._few_rows(kept)
+        return curve[-1][0] if curve else 0
+
+    def _few_rows(self, kept: str) -> Curve:
+        return self.few_rows.get(kept) or self.few_rows.get(_ALIKE.get(kept, ""), ())
 
     def attention_rate(self, group: int, dtype: str) -> float | None:
         """Bytes of keys and values of `dtype` per second that the CPU attends to, with nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import BudgetError
@@ -113,6 +113,22 @@ class _Search:
                     starts[setting.kind] = (bound, point)
         for _, point in sorted(starts.values(), key=lambda pair: -pair[0])[:STARTS]:
             self._climb(point)
+        if self._job.batch is None:
+            for found in list(self._best.values()):
+                self._offer_few_rows(found.setting)
+
+    def _offer_few_rows(self, setting: Setting) -> None:
+        """Offer `setting` with no more sequences than products of few rows take. Points have as
+        many as the GPU holds, and a few more than those may take several times as long.
+        """
+        kept = setting.precision.name
+        if not setting.precision.quantised:
+            kept = self._model.dtype(setting.precision)
+        rows = self._hardware.most_few_rows(kept)
+        batch = rows * setting.decode_micro_batches
+        if not setting.cpu_sequences and 0 < batch < setting.batch:
+            passes = min(setting.prefill_passes, batch)
+            self._offer(replace(setting, gpu_sequences=batch, prefill_passes=passes))
 
     def result(self) -> Planned:
         """The plan chosen from what was found, and the best of another kind."""
@@ -135,6 +151,8 @@ class _Search:
             if half.score(self._goal) < least or half.decode_rate < steps:
                 break
             found = half
+            least = max(least, half.score(self._goal) * (1 - TIE))
+            steps = max(steps, half.decode_rate * (1 - TIE))
         return found
 
     def _climb(self, point: Point) -> None:

@@ -156,6 +156,21 @@ def test_parts_that_take_turns_all_have_sequences_that_cores_attend_to(batch: in
         assert estimate(model, H200, job, how.halved()).seconds > 0
 
 
+@pytest.mark.parametrize("engine", [TRANSFORMERS, EVERYTHING], ids=lambda e: e.name)
+def test_half_of_a_plan_fits_where_the_whole_does(engine: Engine) -> None:
+    """A batch of 3 in parts of one does not become one of 2 in a single part, whose activations
+    may be larger than the keys and values that are saved.
+    """
+    model = replace(TINY, engine=engine)
+    for batch, parts in itertools.product(range(2, 40), (1, 2, 4, 8, 16, 40)):
+        count = min(parts, batch)
+        parted = (1, count) if engine.lockstep else (count, 1)
+        rows = -(-batch // count) * 3000 if engine.lockstep else 256
+        how = Setting("fp16", 6, 0, 0, 0, batch, 0, CpuAttention.NONE, rows, *parted)
+        whole, half = (footprint(model, Job(3000, 9), x) for x in (how, how.halved()))
+        assert half.fits(Budget(whole.device, whole.cpu)), how
+
+
 def simpler(
     model: ModelProfile, hardware: Hardware, budget: Budget, job: Job, weights: str
 ) -> Iterator[Setting]:
@@ -460,3 +475,17 @@ def test_a_search_takes_larger_steps_over_more_sequences(
     planned = plan_job(few_words, H200, room, job, goal)
     assert planned.choice.setting.cpu_sequences > 4096
     assert planned.tried < 2000
+
+
+@pytest.mark.parametrize("gpu_memory", [70, 110, 200])
+def test_more_memory_does_not_take_sequences_beyond_what_few_rows_gain(gpu_memory: int) -> None:
+    """Beyond the last row that is multiplied as stored, weights are made whole in every step."""
+    hardware = replace(H200, few_rows={"int4": ((1, 4e12), (64, 2.5e12))})
+    model, job = replace(LLAMA_2_70B, engine=FUSED), Job(512, 512)
+    choice = plan_job(model, hardware, Budget(gpu_memory * GIB, 0), job, weights=("int4",)).choice
+    assert choice.setting.streamed == 0
+    for batch in (1, 16, 33, 64, 65, 128, 256):
+        other = replace(choice.setting, gpu_sequences=batch)
+        if footprint(model, job, other).device <= gpu_memory * GIB:
+            rate = estimate(model, hardware, job, other).rate
+            assert choice.rate >= (1 - TIE) * rate, batch
