@@ -126,15 +126,15 @@ class Setting:
         )
 
     def halved(self) -> Setting:
-        """The same with half the sequences, in half as many parts."""
+        """The same with half the sequences, in half as many parts: none has more of them."""
         on_cpu, parts = self.cpu_sequences // 2, self.decode_micro_batches
         return replace(
             self,
             gpu_sequences=-(-self.gpu_sequences // 2),
             cpu_sequences=on_cpu,
             attention=self.attention if on_cpu else CpuAttention.NONE,
-            decode_micro_batches=min(parts, on_cpu) if self.in_turns else max(1, parts // 2),
-            prefill_passes=max(1, self.prefill_passes // 2),
+            decode_micro_batches=min(parts, on_cpu) if self.in_turns else -(-parts // 2),
+            prefill_passes=-(-self.prefill_passes // 2),
         )
 
     def tiers(self) -> tuple[Tier, ...]:

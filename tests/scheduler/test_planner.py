@@ -161,7 +161,7 @@ def test_half_of_a_plan_fits_where_the_whole_does(engine: Engine) -> None:
     """A batch of 3 in parts of one does not become one of 2 in a single part, whose activations
     may be larger than the keys and values that are saved.
     """
-    model = replace(TINY, engine=engine)
+    model = replace(llama("wide", 6, 1024, 16, 1, 8192), engine=engine)
     for batch, parts in itertools.product(range(2, 40), (1, 2, 4, 8, 16, 40)):
         count = min(parts, batch)
         parted = (1, count) if engine.lockstep else (count, 1)
