@@ -146,9 +146,8 @@ class Offload(NotCopied):
             device.trace = trace
             if stream is not None:
                 stream.trace = trace
-            try:
-                yield trace
-            finally:
+
+            def end() -> None:
                 device.trace = None
                 if stream is not None:
                     stream.trace = None
@@ -156,6 +155,14 @@ class Offload(NotCopied):
                 self._picture = picture(spans)
                 if file is not None:
                     write_chrome(spans, file)
+
+            try:
+                yield trace
+            except BaseException:
+                with contextlib.suppress(Exception):  # the block's own error is what matters
+                    end()
+                raise
+            end()
 
     def report(self) -> Report:
         """What stands where, what bounds a pass, and what passes have cost so far; printable."""
