@@ -232,7 +232,9 @@ class Space:
             return None
         else:
             least = streamed - largest(need, self._budget.cpu, 0, streamed - 1)
-        return with_files(min(streamed, least + point.spared) if self._disk else 0)
+        found = with_files(min(streamed, least + point.spared) if self._disk else 0)
+        # The first layer that is spared may take less than what disk reads then pass through.
+        return found if self._need(found).cpu <= self._budget.cpu else None
 
 
 def _parts(point: Point, batch: int) -> int:

@@ -15,7 +15,7 @@ from profiles import BLOOM_176B, GIB, H200, LLAMA_2_70B, OPT_13B, OPT_30B, OPT_6
 from offload.errors import BudgetError
 from offload.scheduler.engine import EVERYTHING, FUSED, TRANSFORMERS, CpuAttention, Engine
 from offload.scheduler.estimate import estimate
-from offload.scheduler.footprint import footprint
+from offload.scheduler.footprint import Footprint, footprint
 from offload.scheduler.hardware import Hardware, HardwareError
 from offload.scheduler.least import least_cpu, least_device
 from offload.scheduler.model_profile import LayerProfile, ModelProfile
@@ -475,6 +475,24 @@ def test_a_search_takes_larger_steps_over_more_sequences(
     planned = plan_job(few_words, H200, room, job, goal)
     assert planned.choice.setting.cpu_sequences > 4096
     assert planned.tried < 2000
+
+
+def test_a_layer_that_is_left_in_a_file_makes_room_for_what_reads_it() -> None:
+    model, job = replace(TINY, engine=FUSED), Job(62, 1, 2)
+    point = Point("fp16", CpuAttention.CPU, 0, 1)
+
+    def needed(budget: Budget, spared: int) -> Footprint | None:
+        found = Space(model, job, budget, disk=True)._setting(replace(point, spared=spared), 0, 1)
+        return None if found is None else footprint(model, job, found)
+
+    all_in_memory, some = (needed(Budget(GIB, GIB), spared) for spared in (0, 1))
+    assert all_in_memory is not None and all_in_memory.ring == 0
+    assert some is not None and some.cpu > all_in_memory.cpu
+    for room in (0, 1000, some.ring):
+        budget = Budget(GIB, all_in_memory.cpu + room)
+        found = [needed(budget, spared) for spared in range(5)]
+        assert found[0] == all_in_memory
+        assert all(need is None or need.fits(budget) for need in found)
 
 
 @pytest.mark.parametrize("gpu_memory", [70, 110, 200])
