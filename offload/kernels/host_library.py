@@ -186,7 +186,7 @@ class HostLibrary:
 @functools.cache
 def _loaded() -> tuple[HostLibrary | None, str]:
     if not FILE.exists():
-        return None, "the host library was not built (`offload info` says why under `built`)"
+        return None, "the host library was not built (`python -m offload info` says why)"
     try:
         return HostLibrary(FILE), ""
     except OSError as error:

@@ -47,7 +47,7 @@ def add_parser(benchmarks: Any) -> None:
     parser.add_argument(
         "--beside-stream",
         action="store_true",
-        help="while pinned copies run to the GPU at full rate, and their rate",
+        help="while pinned copies run to the GPU (without one: within CPU memory), and their rate",
     )
     add_device(parser, "where those go")
     add_json(parser)
