@@ -26,6 +26,7 @@ from offload.errors import BudgetError, UnsupportedError
 from offload.models.fused import prompt
 from offload.models.fused.decoder import FusedEngine
 from offload.models.kv import host_kv
+from offload.models.kv.cache import layers_of
 from offload.models.kv.host_columns import HostColumns
 from offload.models.kv.host_kv import HostKv
 from offload.models.kv.layer import KvLayer
@@ -550,6 +551,34 @@ def test_two_threads_do_not_get_the_same_room() -> None:
     mine = home.share(2)
     got[0].join()
     assert (mine.rows, got[1].rows) == (2, 1)
+
+
+def test_garbage_is_collected_once_for_a_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all that a program has imported that takes longer than a layer of a prompt."""
+    model = pair[1]
+    engine_of(model).host_kv._give_back()
+    collect, seen = gc.collect, []
+
+    def collected() -> int:
+        seen.append(len(layers))
+        return collect()
+
+    monkeypatch.setattr(host_kv.gc, "collect", collected)
+    layers: list[Any] = []
+    allocate = KvLayer._allocate
+
+    def allocated(self: KvLayer, *args: Any) -> None:
+        layers.append(self)
+        allocate(self, *args)
+
+    monkeypatch.setattr(KvLayer, "_allocate", allocated)
+    ids = prompts(4, 6)
+    with torch.no_grad():
+        cache = model(ids)[exactness.name_of_cache(model)]
+        assert len(layers) == 3 and seen == [1]
+        layers_of(cache)[0].common.max_length = 0
+        model(prompts(4, 300), **{exactness.name_of_cache(model): cache})  # which must grow
+    assert len(layers) == 6 and seen == [1, 4]
 
 
 def test_a_pool_that_is_closed_takes_nothing_back() -> None:

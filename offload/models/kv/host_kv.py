@@ -58,13 +58,17 @@ class HostKv:
             self._shares.add(share)
         return share
 
-    def borrow(self, nbytes: int, rows: int) -> HostBlock:
-        """A block of so many bytes, for so many sequences, its content undefined. Raises
-        BudgetError, MemoryError.
+    def borrow(self, nbytes: int, rows: int, share: GpuShare | None = None) -> HostBlock:
+        """A block of so many bytes, for so many sequences, its content undefined. `share`: of the
+        cache that it is for. Raises BudgetError, MemoryError.
         """
         buffer = self._find(nbytes)
-        if buffer is None:
-            gc.collect()  # caches that nobody holds may not be collected yet
+        if buffer is None and (share is None or share.collected_for < nbytes):
+            # Caches that nobody holds may not be collected yet. That takes a fifth of a second, and
+            # frees the blocks of all their layers: once for a cache's layers is enough.
+            gc.collect()
+            if share is not None:
+                share.collected_for = nbytes
             buffer = self._find(nbytes)
         if buffer is None:
             self._give_back()  # all of them are too small
@@ -119,6 +123,7 @@ class GpuShare:
 
     def __init__(self, batch: int, rows: int) -> None:
         self.batch, self.rows = batch, rows
+        self.collected_for = 0  # bytes of a block for which garbage was last collected
 
 
 class HostBlock:

@@ -193,7 +193,8 @@ class KvLayer(CacheLayerMixin):
             on_cpu: tuple[HostColumns | None, HostColumns | None] = None, None
             if cpu_rows and home is not None:
                 part = (cpu_rows, *shape[1:])
-                block = home.borrow(2 * HostColumns.nbytes(part, like.dtype, home.int8), cpu_rows)
+                nbytes = 2 * HostColumns.nbytes(part, like.dtype, home.int8)
+                block = home.borrow(nbytes, cpu_rows, self.common.share)
                 on_cpu = block.halves(part, like.dtype, home.int8)
         # Last, when nothing can fail any more: until then the old buffers are still in use.
         self.key_buffer, self.value_buffer, self._block = keys, values, block
