@@ -32,6 +32,8 @@ class AlignedBuffer(_Exporter):
         nbytes = whole("nbytes", nbytes)
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
+        if nbytes > sys.maxsize:  # which C's sizes would take for a smaller number
+            raise MemoryError(f"{nbytes} bytes are more than a process can have")
         if lock not in ("auto", "cuda", "mlock", False):
             raise ValueError(f"lock must be 'auto', 'cuda', 'mlock' or False, not {lock!r}")
         self.nbytes = nbytes

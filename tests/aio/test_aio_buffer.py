@@ -353,3 +353,9 @@ def test_pinned_memory_is_pinned_for_the_gpu():
         torch.cuda.synchronize()
         assert torch.equal(moved.cpu(), tensor)
         del tensor
+
+
+@pytest.mark.parametrize("nbytes", [1 << 63, (1 << 64) + 4096, 1 << 200])
+def test_more_than_there_can_be_is_one_clear_error(nbytes: int) -> None:
+    with pytest.raises(MemoryError, match=f"^{nbytes} bytes are more than a process can have$"):
+        aio.alloc(nbytes, lock=False)
