@@ -145,6 +145,7 @@ def test_the_table_and_the_file(
         (["--device", "nonsense"], "--device nonsense"),
         (["--device", "meta"], "not meta"),
         (["--out", "/no/such/file"], "--out /no/such/file: there is no folder for it"),
+        (["--out", "/"], "--out /: it is a folder; name a file"),
         (["--sweep", "--quick"], "--quick is not for --sweep"),
         (["--sweep"], "the sweep needs a CUDA device"),
         (["--sweep", "--op", "attention"], "--sweep is for one of the ops gemm and quant_gemm"),

@@ -58,8 +58,11 @@ def execute(args: argparse.Namespace) -> int:
         device = torch.device(args.device or "cuda")
     except RuntimeError as error:
         raise ValueError(f"--device {args.device}: {error}") from None
-    if args.out and not Path(args.out).absolute().parent.is_dir():  # before minutes of measuring
-        raise FileNotFoundError(f"--out {args.out}: there is no folder for it")
+    if args.out:  # before minutes of measuring
+        if Path(args.out).is_dir():
+            raise IsADirectoryError(f"--out {args.out}: it is a folder; name a file")
+        if not Path(args.out).absolute().parent.is_dir():
+            raise FileNotFoundError(f"--out {args.out}: there is no folder for it")
     ops, shapes = tuple(op.replace("-", "_") for op in args.op), tuple(args.shape)
     wanted = run.Wanted(device, ops, shapes, args.quick, args.compile)
     found: dict[str, Any]
