@@ -4,10 +4,18 @@
 
 namespace {
 
+using offload_host::first_query;
 using offload_host::Item;
 using offload_host::Job;
 
 constexpr int64_t kLine = 64;
+
+template <int Prefetch>
+__attribute__((always_inline)) inline void ask_for(const char* line) {
+    if constexpr (Prefetch == OFFLOAD_HOST_PREFETCH_L1) __builtin_prefetch(line, 0, 3);
+    if constexpr (Prefetch == OFFLOAD_HOST_PREFETCH_L2) __builtin_prefetch(line, 0, 2);
+    if constexpr (Prefetch == OFFLOAD_HOST_PREFETCH_NTA) __builtin_prefetch(line, 0, 0);
+}
 
 // What an item's parts take of a thread's time, in a unit of its own: a byte of keys, a byte of
 // values, what makes weights of sixteen scores.
@@ -77,9 +85,7 @@ class Ahead {
         const int64_t element = offload_host::element_bytes(c.query_dtype);
         const bool together = c.query_head_stride == c.head_dim && !c.read_only;
         const int64_t queries = together ? job_.group * c.head_dim * element : 0;
-        const int64_t query =
-            item.row * c.query_batch_stride + int64_t(item.head) * job_.group * c.query_head_stride;
-        lines[0] = {at(c.query) + query * element, queries};
+        lines[0] = {at(c.query) + first_query(job_, item) * element, queries};
         lines[kKeys] = {item.keys, bytes};
         lines[2] = {at(item.key_scales), scales};
         lines[3] = {at(item.value_scales), scales};
@@ -93,7 +99,7 @@ class Ahead {
     inline void ask() {
         if (kind_ != OFFLOAD_HOST_PREFETCH_L2 || left_ < kGroup * kLine) return ask_slowly();
 #pragma GCC unroll 4
-        for (int i = 0; i < kGroup; i++) __builtin_prefetch(at_ + i * kLine, 0, 2);
+        for (int i = 0; i < kGroup; i++) ask_for<OFFLOAD_HOST_PREFETCH_L2>(at_ + i * kLine);
         at_ += kGroup * kLine;
         left_ -= kGroup * kLine;
     }
@@ -105,13 +111,13 @@ class Ahead {
             }
             switch (kind_) {
                 case OFFLOAD_HOST_PREFETCH_L1:
-                    __builtin_prefetch(at_, 0, 3);
+                    ask_for<OFFLOAD_HOST_PREFETCH_L1>(at_);
                     break;
                 case OFFLOAD_HOST_PREFETCH_L2:
-                    __builtin_prefetch(at_, 0, 2);
+                    ask_for<OFFLOAD_HOST_PREFETCH_L2>(at_);
                     break;
                 default:
-                    __builtin_prefetch(at_, 0, 0);
+                    ask_for<OFFLOAD_HOST_PREFETCH_NTA>(at_);
             }
             at_ += kLine;
             left_ -= kLine;

@@ -21,8 +21,7 @@ void load_rows(const Job& job, const Item& item, float* queries) {
     const OffloadHostAttention& c = job.call;
     for (int g = 0; g < job.group; g++) {
         const auto* const from = static_cast<const typename Cache::T*>(c.query) +
-                                 item.row * c.query_batch_stride +
-                                 (int64_t(item.head) * job.group + g) * c.query_head_stride;
+                                 first_query(job, item) + g * c.query_head_stride;
         float* const query = queries + int64_t(g) * job.padded_dim;
         int d = 0;
         for (; d + kLanes <= c.head_dim; d += kLanes) store(query + d, Cache::load(from + d));

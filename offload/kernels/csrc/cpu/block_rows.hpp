@@ -16,13 +16,6 @@ struct Rows {
     int count;
 };
 
-template <int Prefetch>
-inline void ask_for(const char* line) {
-    if constexpr (Prefetch == OFFLOAD_HOST_PREFETCH_L1) __builtin_prefetch(line, 0, 3);
-    if constexpr (Prefetch == OFFLOAD_HOST_PREFETCH_L2) __builtin_prefetch(line, 0, 2);
-    if constexpr (Prefetch == OFFLOAD_HOST_PREFETCH_NTA) __builtin_prefetch(line, 0, 0);
-}
-
 // Sums of kPair elements and eight queries, from element d on: as block_sums has them.
 typedef V Sums[kBlock][2];
 

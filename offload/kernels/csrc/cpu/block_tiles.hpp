@@ -28,9 +28,8 @@ struct TileKeys {
             return Tiles<HalfTiles>::prepare(w);
         }
         // High pieces alone.
-        const uint16_t* const queries = static_cast<const uint16_t*>(c.query) +
-                                        item.row * c.query_batch_stride +
-                                        int64_t(item.head) * w.group * c.query_head_stride;
+        const uint16_t* const queries =
+            static_cast<const uint16_t*>(c.query) + first_query(job, item);
         float* to = reinterpret_cast<float*>(w.codes);
         for (int d = 0; d < w.dim; d += kPair) {
             V block[kBlockRows] = {};
@@ -61,29 +60,21 @@ struct TileKeys {
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
+// A macro, as instructions have the numbers of their tiles in them.
+#define OFFLOAD_ADD_TILE(i)                      \
+    if (count > i) {                             \
+        _tile_loadd(5, tiles[i] + d, row_bytes); \
+        _tile_dpbf16ps(i, 5, 4);                 \
+        ask_for_tile<Prefetch>(ahead);           \
+    }
         for (int64_t d = 0; d < row_bytes; d += kTileRow) {
             _tile_loadd(4, reinterpret_cast<char*>(w.codes) + d * kBlockRows, kTileRow);
-            if (count > 0) {
-                _tile_loadd(5, tiles[0] + d, row_bytes);
-                _tile_dpbf16ps(0, 5, 4);
-                ask_for_tile<Prefetch>(ahead);
-            }
-            if (count > 1) {
-                _tile_loadd(5, tiles[1] + d, row_bytes);
-                _tile_dpbf16ps(1, 5, 4);
-                ask_for_tile<Prefetch>(ahead);
-            }
-            if (count > 2) {
-                _tile_loadd(5, tiles[2] + d, row_bytes);
-                _tile_dpbf16ps(2, 5, 4);
-                ask_for_tile<Prefetch>(ahead);
-            }
-            if (count > 3) {
-                _tile_loadd(5, tiles[3] + d, row_bytes);
-                _tile_dpbf16ps(3, 5, 4);
-                ask_for_tile<Prefetch>(ahead);
-            }
+            OFFLOAD_ADD_TILE(0)
+            OFFLOAD_ADD_TILE(1)
+            OFFLOAD_ADD_TILE(2)
+            OFFLOAD_ADD_TILE(3)
         }
+#undef OFFLOAD_ADD_TILE
         const int of_tile = w.dim / kPair * kLinesOfTile;
         ask_for_lines<Prefetch>(ahead, 0, (kBlockColumns / kRows - count) * of_tile);
         _tile_stored(0, w.tiles, kTileRow);

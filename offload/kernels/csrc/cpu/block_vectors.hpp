@@ -6,7 +6,7 @@
 
 namespace {
 
-// In float32. Queries lie as they are wanted: of kLanes elements a vector of each.
+// In float32.
 template <class Cache_>
 struct FloatProducts {
     typedef Cache_ Cache;
@@ -15,11 +15,7 @@ struct FloatProducts {
     static void prepare(const Job& job, const Item& item, const Work& w) {
         load_queries(job, item, w.queries);
         if (Cache::mixed) mix(w, w.queries, false);
-        float* to = reinterpret_cast<float*>(w.codes);
-        for (int d = 0; d < w.dim; d += kLanes)
-            for (int g = 0; g < kBlock; g++, to += kLanes)
-                store(to,
-                      g < w.group ? Simd::load(w.queries + int64_t(g) * w.padded_dim + d) : V{});
+        pack_eight(w, 0, reinterpret_cast<float*>(w.codes));
     }
     static inline void add(const uint16_t* a, const uint16_t* b, const char* queries,
                            V (&sums)[2 * kBlock]) {
@@ -35,9 +31,8 @@ struct PairProducts {
 
     static void prepare(const Job& job, const Item& item, const Work& w) {
         const OffloadHostAttention& c = job.call;
-        const uint16_t* const queries = static_cast<const uint16_t*>(c.query) +
-                                        item.row * c.query_batch_stride +
-                                        int64_t(item.head) * w.group * c.query_head_stride;
+        const uint16_t* const queries =
+            static_cast<const uint16_t*>(c.query) + first_query(job, item);
         uint16_t* to = w.codes;
         for (int d = 0; d < w.dim; d += kPair)
             for (int g = 0; g < kBlock; g++, to += kPair) {

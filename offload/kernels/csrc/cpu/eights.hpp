@@ -7,6 +7,15 @@ namespace {
 
 constexpr int kEight = 8;
 
+// Packs up to eight queries from g on, zeros for those that are not there: of kLanes elements a
+// vector of each. Returns the packed ones' end.
+inline float* pack_eight(const Work& w, int g, float* to) {
+    for (int d = 0; d < w.padded_dim; d += kLanes)
+        for (int i = g; i < g + kEight; i++, to += kLanes)
+            store(to, i < w.group ? Simd::load(w.queries + int64_t(i) * w.padded_dim + d) : V{});
+    return to;
+}
+
 // Adds the products of 2 * kLanes elements of two rows with those of eight queries, these packed.
 template <class Cache>
 __attribute__((always_inline)) inline void add_eight(const typename Cache::T* a,
@@ -72,10 +81,7 @@ struct Eights : Floats<Cache> {
     static void prepare(const Work& w) {
         Base::prepare(w);
         float* to = reinterpret_cast<float*>(w.codes);
-        for (int g = 0; g < packed(w); g += kEight)
-            for (int d = 0; d < w.padded_dim; d += kLanes)
-                for (int i = 0; i < kEight; i++, to += kLanes)
-                    store(to, Simd::load(w.queries + int64_t(g + i) * w.padded_dim + d));
+        for (int g = 0; g < packed(w); g += kEight) to = pack_eight(w, g, to);
     }
     static void read_keys(const Work& w, const T* keys, int columns, Ahead& ahead) {
         const float* const queries = reinterpret_cast<float*>(w.codes);

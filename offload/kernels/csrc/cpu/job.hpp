@@ -65,6 +65,12 @@ inline int element_bytes(int32_t dtype) {
     return dtype == OFFLOAD_HOST_F32 ? 4 : dtype == OFFLOAD_HOST_I8 ? 1 : 2;
 }
 
+// Elements from the first query to the first one of an item's group.
+inline int64_t first_query(const Job& job, const Item& item) {
+    const OffloadHostAttention& c = job.call;
+    return item.row * c.query_batch_stride + int64_t(item.head) * job.group * c.query_head_stride;
+}
+
 // In plan.cpp, compiled for any CPU.
 int plan(Job& job, int workers);  // `workers` are there; 0, or below zero with the error set
 bool take(Job& job, Item* item);  // the next item that nobody has

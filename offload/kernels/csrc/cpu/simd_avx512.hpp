@@ -24,7 +24,7 @@ struct Simd {
     }
     static void load_two_bf16(const uint16_t* p, V& even, V& odd) {
         __m512i pairs = _mm512_loadu_si512(p);
-        __asm__("" : "+v"(pairs));  // compilers would load it for each of the two
+        hold(pairs);  // compilers would load it for each of the two
         even = (V)_mm512_slli_epi32(pairs, 16);
         odd = (V)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)));
     }
@@ -34,7 +34,6 @@ struct Simd {
     }
 #if defined(OFFLOAD_HOST_PAIRS)
     typedef __m512i P;  // 32 bf16, or 64 bytes
-    static void hold(P& v) { __asm__("" : "+v"(v)); }
     static P load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
     static P load_pairs(const uint16_t* p, int count) {  // zeros behind them
         return _mm512_maskz_loadu_epi16(uint32_t((uint64_t(1) << count) - 1), p);
@@ -191,7 +190,10 @@ struct Simd {
         v[0] = (V)_mm512_shuffle_f32x4(front, front, 0xd8);
         v[1] = (V)_mm512_shuffle_f32x4(back, back, 0xd8);
     }
-    static void hold(V& v) { __asm__("" : "+v"(v)); }  // in a register
+    template <class Vector>
+    static void hold(Vector& v) {  // in a register
+        __asm__("" : "+v"(v));
+    }
     static float sum(V v) {
         const __m256 eight =
             _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
