@@ -151,7 +151,7 @@ def _hardware(
     products of this dtype.
     """
     kept = kept_hardware(config.offload_folder, config.compute)
-    if kept is None:
+    if kept is None and config.offload_folder is not None:
         kept = kept_hardware(None, config.compute)
     if kept is not None and kept.link_up is not None and kept.multiplies(dtype_name(dtype)):
         if files and disk_of(Path(files[0]).resolve().parent) != kept.machine.disk:
